@@ -1,0 +1,292 @@
+"""One mutable history of tokens and the model state behind it.
+
+`tokens` is everything said so far; `position` of them are evaluated into the state; the rest is pending. Between any
+two steps (a prefill chunk or a decoded token) the timeline can be forked, saved, continued or dropped. A step that
+fails half way tears the timeline: it then refuses every further use, and the caller restores the last saved state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3cli.engine.sampling import Sampling, draw
+from k3cli.engine.schedule import Schedule
+from k3cli.errors import ContextError, K3Error
+
+PREFILL_CHUNK = 512
+"""Prefill chunks end at multiples of this many absolute positions, so that equal tokens take equal paths."""
+
+Cancel = Callable[[], bool]
+"""Asked between steps; True ends the work there."""
+
+
+def never() -> bool:
+    """The `Cancel` of work that nobody interrupts."""
+    return False
+
+
+class StateLike(Protocol):
+    """What the engine needs of `k3cli.model.state.State`."""
+
+    @property
+    def position(self) -> int: ...
+
+    def fork(self) -> StateLike: ...
+
+    def checkpoint(self) -> Mapping[str, Any]: ...
+
+    def page_rows(self, field: str, start: int, stop: int) -> Any: ...
+
+
+class ModelLike(Protocol):
+    """What the engine needs of `k3cli.model.network.K3Model`; see there for the contract of each call."""
+
+    @property
+    def window(self) -> int: ...
+
+    def prefill(self, ids: Tensor, state: Any, *, logits: str = "last") -> Tensor | None: ...
+
+    def verify(self, ids: Tensor, state: Any) -> tuple[Tensor, Any]: ...
+
+    def commit(self, state: Any, log: Any, n: int) -> None: ...
+
+
+class Snapshot:
+    """A `StateSource`: the state of a timeline at one moment, unchanged by whatever the timeline does next.
+
+    Full pages are shared with the timeline, the rest is a copy.
+    """
+
+    def __init__(self, state: StateLike) -> None:
+        self._state = state
+        self.position = state.position
+
+    def checkpoint(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Every checkpoint field, [n_layers, *shape], C-contiguous; bfloat16 as uint16 bits."""
+        return {name: _host(array) for name, array in self._state.checkpoint().items()}
+
+    def page_rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Rows [start, stop) of a page field, [n_layers, stop - start, *shape], C-contiguous."""
+        return _host(self._state.page_rows(name, start, stop))
+
+
+def _host(array: Any) -> np.ndarray[Any, Any]:
+    if isinstance(array, Tensor):
+        array = array.detach().cpu()
+        array = (array.view(torch.uint16) if array.dtype == torch.bfloat16 else array).numpy()
+    return np.ascontiguousarray(array)
+
+
+class Timeline:
+    """Tokens, state, and the schedule that led there. Not safe for use by two threads at once."""
+
+    def __init__(
+        self,
+        model: ModelLike,
+        state: StateLike,
+        tokens: Sequence[int] = (),
+        *,
+        limit: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """state: private to this timeline. tokens: all ids, at least `state.position`. limit: context size."""
+        assert state.position <= len(tokens), (state.position, len(tokens))
+        self.model = model
+        self.limit = limit
+        self.device = torch.device(device)
+        self.tokens: list[int] = list(tokens)
+        self.schedule = Schedule(state.position)
+        self.stop_reason = ""
+        self._state = state
+        self._logits: Tensor | None = None
+        self._torn = ""
+
+    @property
+    def position(self) -> int:
+        """Number of tokens evaluated into the state."""
+        return self._state.position
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens not evaluated yet, oldest first."""
+        return self.tokens[self.position :]
+
+    @property
+    def next_logits(self) -> Tensor | None:
+        """float32 [V] from which the token after the last evaluated one is drawn; None right after a restore."""
+        return self._logits
+
+    @property
+    def torn(self) -> str:
+        """Why the timeline can't be used any more, "" when it can."""
+        return self._torn
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append ids; they stay pending until they are evaluated. ContextError when they don't fit."""
+        self._usable()
+        if len(self.tokens) + len(ids) > self.limit:
+            raise overflow(len(self.tokens), len(ids), self.limit)
+        self.tokens.extend(ids)
+
+    def prefill(self, cancel: Cancel = never) -> Iterator[int]:
+        """Evaluate every pending token, chunk by chunk; yields how many are evaluated so far.
+
+        Chunks end at multiples of PREFILL_CHUNK of the absolute position, and at the last token.
+        """
+        self._usable()
+        first = self.position
+        while self.position < len(self.tokens) and not cancel():
+            end = (self.position // PREFILL_CHUNK + 1) * PREFILL_CHUNK
+            self._prefill_chunk(min(end, len(self.tokens)) - self.position, "last")
+            yield self.position - first
+
+    def generate(
+        self, sampling: Sampling, stop_ids: Collection[int], max_tokens: int, cancel: Cancel = never
+    ) -> Iterator[int]:
+        """Draw tokens until a stop id, `max_tokens`, the context limit or a cancel; each is appended and yielded.
+
+        The token drawn last stays pending. More than one pending token at the start is prefilled first. Afterwards
+        `stop_reason` is "stop", "length" or "cancelled". Closing the iterator early leaves a usable timeline.
+        """
+        self._usable()
+        self.stop_reason = "cancelled"
+        if len(self.pending) > 1:
+            for _ in self.prefill(cancel):
+                pass
+            if self.pending:
+                return
+        room = min(max_tokens, self.limit - len(self.tokens))
+        drawn = 0
+        while True:
+            if drawn >= room:
+                self.stop_reason = "length"
+                return
+            if cancel():
+                return
+            if self.pending:
+                self._decode(1)
+            if self._logits is None:
+                raise K3Error(
+                    "there is nothing to continue from: every token of the history is already evaluated",
+                    "at least one pending token",
+                    "send a message",
+                )
+            token = draw(self._logits.unsqueeze(0), [len(self.tokens)], sampling)[0]
+            self.tokens.append(token)
+            drawn += 1
+            if token in stop_ids:
+                self.stop_reason = "stop"
+            yield token
+            if self.stop_reason == "stop":
+                return
+
+    def follow(self, schedule: Schedule, cancel: Cancel = never) -> Iterator[tuple[int, Tensor]]:
+        """Evaluate pending tokens along a recorded schedule.
+
+        Yields (first, logits) after each step: logits float32 [n, V] are rows for the tokens at positions first,
+        first + 1, ...: one row after a prefill chunk, up to `window` rows in a decode run.
+        """
+        self._usable()
+        assert schedule.start == self.position, (schedule.start, self.position)
+        assert schedule.stop <= len(self.tokens), (schedule.stop, len(self.tokens))
+        for kind, n in schedule:
+            done = 0
+            while done < n and not cancel():
+                step = n if kind == "prefill" else min(self.model.window, n - done)
+                first = self.position
+                if kind == "prefill":
+                    rows = self._prefill_chunk(step, "last")
+                    first = self.position - 1
+                else:
+                    rows = self._decode(step)
+                done += step
+                yield first + 1, rows
+
+    def evaluate_all(self, cancel: Cancel = never) -> Iterator[tuple[int, Tensor]]:
+        """Prefill every pending token and yield (first, logits) for each chunk.
+
+        logits: float32 [n, V]; row i is for the token at position first + i.
+        """
+        self._usable()
+        while self.position < len(self.tokens) and not cancel():
+            end = (self.position // PREFILL_CHUNK + 1) * PREFILL_CHUNK
+            first = self.position
+            yield first + 1, self._prefill_chunk(min(end, len(self.tokens)) - first, "all")
+
+    def fork(self) -> Timeline:
+        """An independent timeline at the same point; full MLA pages are shared."""
+        self._usable()
+        child = Timeline(self.model, self._state.fork(), self.tokens, limit=self.limit, device=self.device)
+        child.schedule = self.schedule.copy()
+        child._logits = self._logits
+        return child
+
+    def snapshot(self) -> Snapshot:
+        """The state now, for the store; stays as it is while this timeline goes on."""
+        self._usable()
+        return Snapshot(self._state.fork())
+
+    def close(self) -> None:
+        """Drop the state. The timeline can't be used afterwards."""
+        self._torn = "it was closed"
+        self._logits = None
+        del self._state
+
+    def _prefill_chunk(self, n: int, rows: str) -> Tensor:
+        with self._step("prefill", n):
+            logits = self.model.prefill(self._ids(n), self._state, logits=rows)
+        assert logits is not None
+        logits = logits.reshape(-1, logits.shape[-1])
+        self._logits = logits[-1]
+        return logits
+
+    def _decode(self, n: int) -> Tensor:
+        """Evaluate n <= window known tokens as rows of one window; logits [n, V]."""
+        with self._step("decode", n):
+            logits, log = self.model.verify(self._ids(n), self._state)
+            self.model.commit(self._state, log, n)
+        self._logits = logits[n - 1]
+        return logits[:n]
+
+    def _ids(self, n: int) -> Tensor:
+        return torch.tensor(self.tokens[self.position : self.position + n], dtype=torch.long, device=self.device)
+
+    @contextmanager
+    def _step(self, kind: str, n: int) -> Iterator[None]:
+        """Around one change of the state: torn until it has ended, recorded when it has."""
+        self._usable()
+        before = self.position
+        self._torn = f"a {kind} step at position {before} was interrupted"
+        yield
+        assert self.position == before + n, (self.position, before, n)
+        self._torn = ""
+        self.schedule.add(kind, n)
+
+    def _usable(self) -> None:
+        if self._torn:
+            raise K3Error(
+                f"this timeline can't be used: {self._torn}", "a complete state", "restore the last saved turn"
+            )
+
+
+def overflow(history: int, new: int, limit: int) -> ContextError:
+    """The refusal that names both counts."""
+    return ContextError(
+        f"the history holds {history} tokens and {new} more are needed: {history + new}",
+        f"at most {limit}, the context limit",
+        "start a new session, fork from an earlier turn, or send less",
+    )
+
+
+def room_for_answer(history: int, prompt: int, limit: int) -> int:
+    """Tokens that an answer may have after `prompt` more tokens. ContextError when not even one fits."""
+    room = limit - history - prompt
+    if room < 1:
+        raise overflow(history, prompt + 1, limit)
+    return room
