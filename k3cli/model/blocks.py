@@ -1,0 +1,244 @@
+"""The weights of each kind of sub-layer: allocation, and where every checkpoint tensor goes.
+
+`sinks` maps checkpoint names (without the layer prefix) to views of the allocated tensors; `finish` derives what is
+computed once from loaded weights. Projections that read the same input are rows of one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from k3_kernels.moe import Experts
+from torch import Tensor
+
+from k3cli.model.config import ModelConfig
+
+Sinks = dict[str, Tensor]
+
+
+class Alloc:
+    """Allocates uninitialised weights; `full` ones stay fp32 whatever the compute dtype."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def full(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def stored(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+def rows(matrix: Tensor, sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Consecutive row blocks of a fused matrix under their checkpoint names."""
+    yield from zip((f"{name}.weight" for name in sizes), matrix.split(list(sizes.values())), strict=True)
+
+
+class KdaWeights:
+    """Projections [q|k|v|gate|f_a|b], convolution [3HK, w] fp32, decay parameters fp32, output norm and matrix."""
+
+    def __init__(self, config: ModelConfig, alloc: Alloc) -> None:
+        kda, D = config.kda, config.hidden
+        self.full_rank = kda.full_rank_gate
+        gate = {"g_proj": kda.width} if self.full_rank else {"g_a_proj": kda.head_dim}
+        self.gate_width = sum(gate.values())
+        qkv = {"q_proj": kda.width, "k_proj": kda.width, "v_proj": kda.width}
+        self.parts = {**qkv, **gate, "f_a_proj": kda.head_dim, "b_proj": kda.heads}
+        self.proj = alloc(sum(self.parts.values()), D)
+        self.f_b = alloc(kda.width, kda.head_dim)
+        self.g_b = None if self.full_rank else alloc(kda.width, kda.head_dim)
+        self.conv = alloc.full(3 * kda.width, kda.conv_width)
+        self.A_log = alloc.full(kda.heads)
+        self.dt_bias = alloc.full(kda.heads, kda.head_dim)
+        self.o_norm = alloc.full(kda.head_dim)
+        self.o_proj = alloc(D, kda.width)
+
+    def sinks(self) -> Sinks:
+        found = dict(rows(self.proj, self.parts))
+        found |= {"f_b_proj.weight": self.f_b, "o_proj.weight": self.o_proj, "o_norm.weight": self.o_norm}
+        found |= {"A_log": self.A_log, "dt_bias": self.dt_bias}
+        for name, part in zip("qkv", self.conv.chunk(3), strict=True):
+            found[f"{name}_conv1d.weight"] = part
+        if self.g_b is not None:
+            found["g_b_proj.weight"] = self.g_b
+        return found
+
+    def finish(self) -> None:
+        """Nothing is derived."""
+
+
+class MlaWeights:
+    """Input matrix [q_a or q | kv_a | gate], latent norms, q_b, and kv_b per head (also split for the absorbed form)."""
+
+    def __init__(self, config: ModelConfig, alloc: Alloc) -> None:
+        mla, D = config.mla, config.hidden
+        q_width = mla.heads * (mla.nope_dim + mla.pe_dim)
+        query = {"q_proj": q_width} if mla.q_rank is None else {"q_a_proj": mla.q_rank}
+        gate = {"g_proj": mla.heads * mla.v_dim} if mla.output_gate else {}
+        self.parts = {**query, "kv_a_proj_with_mqa": mla.row, **gate}
+        self.nope = mla.nope_dim
+        self.proj = alloc(sum(self.parts.values()), D)
+        self.q_norm = None if mla.q_rank is None else alloc(mla.q_rank)
+        self.q_b = None if mla.q_rank is None else alloc(q_width, mla.q_rank)
+        self.kv_norm = alloc(mla.kv_rank)
+        self.kv_b = alloc(mla.heads, mla.nope_dim + mla.v_dim, mla.kv_rank)
+        self.o_proj = alloc(D, mla.heads * mla.v_dim)
+
+    def sinks(self) -> Sinks:
+        found = dict(rows(self.proj, self.parts))
+        found |= {"kv_a_layernorm.weight": self.kv_norm, "kv_b_proj.weight": self.kv_b.flatten(0, 1)}
+        found["o_proj.weight"] = self.o_proj
+        if self.q_norm is not None and self.q_b is not None:
+            found |= {"q_a_layernorm.weight": self.q_norm, "q_b_proj.weight": self.q_b}
+        return found
+
+    def finish(self) -> None:
+        self.w_uk = self.kv_b[:, : self.nope].contiguous()
+        self.w_uv = self.kv_b[:, self.nope :].contiguous()
+
+
+class MlpWeights:
+    """A dense gated MLP: [gate|up] and down."""
+
+    def __init__(self, config: ModelConfig, alloc: Alloc) -> None:
+        self.width = config.intermediate
+        self.gate_up = alloc(2 * self.width, config.hidden)
+        self.down = alloc(config.hidden, self.width)
+
+    def sinks(self) -> Sinks:
+        found = dict(rows(self.gate_up, {"gate_proj": self.width, "up_proj": self.width}))
+        return found | {"down_proj.weight": self.down}
+
+    def finish(self) -> None:
+        """Nothing is derived."""
+
+
+class MoeWeights:
+    """Router fp32, input matrix [latent down | shared gate | shared up], experts as stored, latent norm and up."""
+
+    def __init__(self, config: ModelConfig, alloc: Alloc) -> None:
+        moe, D = config.moe, config.hidden
+        assert moe is not None
+        self.count = moe.experts
+        inner, F = moe.latent or D, moe.intermediate
+        self.gate = alloc.full(moe.experts, D)
+        self.bias = alloc.full(moe.experts)
+        latent = {} if moe.latent is None else {"routed_expert_down_proj": moe.latent}
+        shared = {"shared_experts.gate_proj": moe.shared, "shared_experts.up_proj": moe.shared} if moe.shared else {}
+        self.parts = {**latent, **shared}
+        self.proj = alloc(sum(self.parts.values()), D) if self.parts else None
+        self.shared_down = alloc(D, moe.shared) if moe.shared else None
+        self.latent_norm = alloc(moe.latent) if moe.latent and moe.latent_norm else None
+        self.latent_up = alloc(D, moe.latent) if moe.latent else None
+        if moe.packed:
+            byte = torch.uint8
+            self.experts = Experts(
+                alloc.stored(byte, self.count, 2 * F, inner // 2),
+                alloc.stored(byte, self.count, inner, F // 2),
+                alloc.stored(byte, self.count, 2 * F, inner // 32),
+                alloc.stored(byte, self.count, inner, F // 32),
+            )
+        else:
+            kind = getattr(torch, config.stored_dtype)
+            self.experts = Experts(
+                alloc.stored(kind, self.count, 2 * F, inner), alloc.stored(kind, self.count, inner, F)
+            )
+
+    def sinks(self) -> Sinks:
+        found: Sinks = {"gate.weight": self.gate, "gate.e_score_correction_bias": self.bias}
+        if self.proj is not None:
+            found |= dict(rows(self.proj, self.parts))
+        if self.shared_down is not None:
+            found["shared_experts.down_proj.weight"] = self.shared_down
+        if self.latent_norm is not None:
+            found["routed_expert_norm.weight"] = self.latent_norm
+        if self.latent_up is not None:
+            found["routed_expert_up_proj.weight"] = self.latent_up
+        w13, w2, w13_scale, w2_scale = self.experts
+        if w13_scale is None or w2_scale is None:
+            stacks = [("weight", w13, w2)]
+        else:
+            stacks = [("weight_packed", w13, w2), ("weight_scale", w13_scale, w2_scale)]
+        for suffix, both, down in stacks:
+            for e in range(self.count):
+                w1, w3 = both[e].chunk(2)
+                found |= {f"experts.{e}.w{i}.{suffix}": w for i, w in ((1, w1), (2, down[e]), (3, w3))}
+        return found
+
+    def finish(self) -> None:
+        """Nothing is derived."""
+
+
+class MixSite:
+    """One attention-residual site: norm and projection, joined into the query [D] fp32."""
+
+    def __init__(self, config: ModelConfig, alloc: Alloc) -> None:
+        self._norm = alloc.full(config.hidden)
+        self._proj = alloc.full(config.hidden)
+
+    def sinks(self, name: str) -> Sinks:
+        return {f"{name}_norm.weight": self._norm, f"{name}_proj.weight": self._proj}
+
+    def finish(self) -> None:
+        self.query = self._norm * self._proj
+
+
+class LayerWeights:
+    """One layer: attention, feed-forward, their norms and mixing sites."""
+
+    def __init__(self, config: ModelConfig, index: int, alloc: Alloc) -> None:
+        self.attention = KdaWeights(config, alloc) if config.layers[index] == "kda" else MlaWeights(config, alloc)
+        self.is_moe = config.moe_layers[index]
+        self.mlp = MoeWeights(config, alloc) if self.is_moe else MlpWeights(config, alloc)
+        self.attn_norm = alloc(config.hidden)
+        self.mlp_norm = alloc(config.hidden)
+        mixing = config.attn_res_block is not None
+        self.attn_mix = MixSite(config, alloc) if mixing else None
+        self.mlp_mix = MixSite(config, alloc) if mixing else None
+
+    def sinks(self) -> Sinks:
+        found: Sinks = {"input_layernorm.weight": self.attn_norm, "post_attention_layernorm.weight": self.mlp_norm}
+        found |= {f"self_attn.{name}": sink for name, sink in self.attention.sinks().items()}
+        block = "block_sparse_moe" if self.is_moe else "mlp"
+        found |= {f"{block}.{name}": sink for name, sink in self.mlp.sinks().items()}
+        if self.attn_mix is not None and self.mlp_mix is not None:
+            found |= self.attn_mix.sinks("self_attention_res") | self.mlp_mix.sinks("mlp_res")
+        return found
+
+    def finish(self) -> None:
+        for part in (self.attention, self.mlp, self.attn_mix, self.mlp_mix):
+            if part is not None:
+                part.finish()
+
+
+class Weights:
+    """All weights of the text model."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        alloc = Alloc(device, dtype)
+        self.embed = alloc(config.vocab, config.hidden)
+        self.head = alloc(config.vocab, config.hidden)
+        self.norm = alloc(config.hidden)
+        self.mix = MixSite(config, alloc) if config.attn_res_block is not None else None
+        self.layers = [LayerWeights(config, i, alloc) for i in range(len(config.layers))]
+
+    def sinks(self) -> Sinks:
+        """Destination of every checkpoint tensor, names without the `language_model.` prefix."""
+        found: Sinks = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
+        found["lm_head.weight"] = self.head
+        if self.mix is not None:
+            found |= {f"model.{name}": sink for name, sink in self.mix.sinks("output_attn_res").items()}
+        for i, layer in enumerate(self.layers):
+            found |= {f"model.layers.{i}.{name}": sink for name, sink in layer.sinks().items()}
+        return found
+
+    def finish(self) -> None:
+        if self.mix is not None:
+            self.mix.finish()
+        for layer in self.layers:
+            layer.finish()

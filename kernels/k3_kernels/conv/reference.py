@@ -1,0 +1,35 @@
+"""Short causal depthwise convolution with SiLU, and its window (the last inputs before the convolution)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def taps(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
+    """`sum_j weight[:, j] * x[t - (w-1) + j]` in fp32, before the activation; arguments as in `short_conv`."""
+    rows = x.shape[0]
+    extended = torch.cat((window, x)).float()
+    kernel = weight.t().contiguous()
+    total = extended[:rows] * kernel[0]
+    for j in range(1, kernel.shape[0]):
+        total = total + extended[j : j + rows] * kernel[j]
+    return total
+
+
+def short_conv(x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """SiLU of the causal depthwise convolution of T rows that continue a sequence.
+
+    x [T, C] (fp32 or bf16), window [w-1, C] the inputs just before x (zeros at a start), weight [C, w] fp32 whose last
+    column multiplies the current row. fp32 accumulation and SiLU, rounded once. Any T >= 0.
+    Returns (y [T, C] like x, the next window [w-1, C]); writes nothing in place.
+    """
+    y = F.silu(taps(x, window, weight)).to(x.dtype)
+    return y, advance_window(window, x, x.shape[0])
+
+
+def advance_window(window: Tensor, x: Tensor, n: int) -> Tensor:
+    """The window after the first n rows of x: window [..., w-1, C], x [..., >= n, C]. Returns a new tensor."""
+    keep = window.shape[-2]
+    return torch.cat((window, x[..., :n, :]), dim=-2)[..., n : n + keep, :].contiguous()

@@ -1,0 +1,5 @@
+"""Mixture of experts with MXFP4 or dense weights."""
+
+from k3_kernels.moe.reference import Experts, dequantize_mxfp4, experts_grouped, experts_window, route
+
+__all__ = ["Experts", "dequantize_mxfp4", "experts_grouped", "experts_window", "route"]
