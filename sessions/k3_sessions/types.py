@@ -94,11 +94,15 @@ class TurnDraft:
     position: tokens evaluated into the state since the start of the session (history included).
     Tokens past `position` are pending: sampled, not yet evaluated (usually one).
     meta: JSON for people and for replay (schedule, seed, sampling, events, text); opaque to the store.
+    restored: the plan the live state was restored from, on the first commit after a restore; page rows before its
+    boundary are then known to be the stored ones. None: the state continues from this writer's last commit, or was
+    computed from nothing (every row is then compared with what is stored).
     """
 
     tokens: Sequence[int]
     position: int
     meta: Mapping[str, Any] = field(default_factory=dict)
+    restored: RestorePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ class Turn:
     """A stored turn. `id` is the hash of its bytes; `parent` is None for the first turn.
 
     start: number of tokens before this turn; total = start + len(tokens).
+    created: UTC, ISO 8601.
     has_checkpoint: False once thinning dropped the KDA checkpoint (resume then replays from an earlier joint boundary).
+    bytes_pages, bytes_checkpoint: stored bytes of the objects this turn itself wrote or listed.
     """
 
     id: str
@@ -117,11 +123,49 @@ class Turn:
     created: str
     meta: Mapping[str, Any]
     has_checkpoint: bool
+    bytes_pages: int = 0
+    bytes_checkpoint: int = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens from the start of the session to the end of this turn, pending ones included."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A named branch as its ref describes it.
+
+    head: id of the newest turn, None only while a session has no turn. tree: id shared by a session and all its forks.
+    fixed: JSON given at creation (tools, thinking, effort, system, model reference); never changes, forks inherit it.
+    meta: JSON people may change (title). marks: label -> turn id. origin: (session, turn) a fork was made from.
+    pinned: never evicted. evicted: when its state was dropped to make room, "" if it was not (turns are never dropped).
+    error: why this session cannot be read, "" if it can; the other fields are then empty.
+    """
+
+    name: str
+    head: str | None = None
+    tree: str = ""
+    created: str = ""
+    updated: str = ""
+    identity: Identity | None = None
+    layout: StateLayout | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    marks: Mapping[str, str] = field(default_factory=dict)
+    origin: tuple[str, str] | None = None
+    pinned: bool = False
+    evicted: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class CommitReport:
-    """What one commit did. Byte counts are as stored, framing included."""
+    """What one commit did. Byte counts are as stored, framing included; objects already on disk count as zero.
+
+    turn: the newest turn stored. stored: how many turns (more than one after a commit that had failed).
+    thinned: ids of turns whose checkpoint was dropped. evicted: sessions whose state was dropped to make room.
+    """
 
     turn: Turn
     bytes_written: int
@@ -130,16 +174,22 @@ class CommitReport:
     seconds: float
     thinned: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    stored: int = 1
+    evicted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RestorePlan:
     """How a position can be reached, known before anything is read.
 
-    boundary: position of the joint boundary the state comes from (0: nothing, start empty).
+    turn: the turn whose joint boundary the state comes from, None when there is none (start empty).
+    boundary: position of that boundary (0 when turn is None). target: the position asked for.
     replay: token ids in [boundary, target) that must be evaluated again, with the recorded chunk schedule in the
     turns' meta. reused = boundary, replayed = len(replay).
+    read_bytes: stored bytes that `restore` will read.
     reason: one line when boundary < target ("checkpoint thinned", "object damaged: ..."), else "".
+    matched: for `find_prefix`, how many leading ids equal stored ones in whole hash blocks; it may exceed `boundary`
+    when no checkpoint exists further on. Else equal to target.
     """
 
     turn: str | None
@@ -148,3 +198,4 @@ class RestorePlan:
     replay: tuple[int, ...]
     read_bytes: int
     reason: str = ""
+    matched: int = 0

@@ -1,0 +1,145 @@
+"""Objects by the hash of their bytes: written once, verified on every read, never changed.
+
+Writing is temp file in the target's directory, write, fsync, size check, rename. The directories of new objects are
+synced by `settle`, which must return before anything that points to the objects is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from k3_sessions.errors import Damaged, os_errors
+from k3_sessions.fs import FileSystem
+from k3_sessions.objects import Blob
+
+TEMP_PREFIX = ".tmp-"
+"""Names of unfinished files, in any directory of the store."""
+
+
+def path_of(id: str) -> str:  # noqa: A002
+    """Path of an object below the store's root."""
+    return f"objects/{id[:2]}/{id[2:]}"
+
+
+def is_id(text: str) -> bool:
+    return len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+
+
+def write_file(fs: FileSystem, path: str, parts: Sequence[bytes]) -> None:
+    """Whole file, atomically in place of whatever `path` was. Durable once the directory is synced too."""
+    folder, _, _ = path.rpartition("/")
+    temp = f"{folder}/{TEMP_PREFIX}{secrets.token_hex(8)}" if folder else TEMP_PREFIX + secrets.token_hex(8)
+    handle = fs.create(temp)
+    try:
+        try:
+            for part in parts:
+                fs.write(handle, part)
+            fs.sync(handle)
+        finally:
+            fs.close(handle)
+        size, found = sum(len(part) for part in parts), fs.info(temp)
+        if found is None or found.size != size:
+            raise OSError(errno.EIO, f"wrote {size} bytes, {found.size if found else 'nothing'} arrived", temp)
+        fs.replace(temp, path)
+    except OSError:
+        try:
+            fs.remove(temp)
+        except OSError:
+            pass  # collected with the other leftovers; the first error is the one to tell
+        raise
+
+
+@dataclass
+class Batch:
+    """Objects one operation wrote, and the directories that have to be synced before anything may point to them."""
+
+    written: int = 0
+    folders: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Blobs:
+    """The objects directory. Safe to use from several threads."""
+
+    def __init__(self, fs: FileSystem) -> None:
+        self.fs = fs
+        self.bad: dict[str, str] = {}
+        """Objects that failed a read in this process, and why: plans go around them."""
+
+    def put(self, parts: Sequence[bytes], batch: Batch) -> tuple[Blob, int]:
+        """Store an object; returns its reference and the bytes written (0 if it was there, whole, already)."""
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        blob = Blob(digest.hexdigest(), sum(len(part) for part in parts))
+        path = path_of(blob.id)
+        folder, _, _ = path.rpartition("/")
+        with os_errors("writing to the session store"):
+            # Synced in either case: another process may have made either name a moment ago and not synced it yet.
+            with batch.lock:
+                batch.folders.update(("objects", folder))
+            if self._intact(blob, path):
+                return blob, 0
+            self.fs.make_dir(folder)
+            write_file(self.fs, path, parts)
+        self.bad.pop(blob.id, None)
+        with batch.lock:
+            batch.written += blob.size
+        return blob, blob.size
+
+    def _intact(self, blob: Blob, path: str) -> bool:
+        found = self.fs.info(path)
+        if found is None or found.kind != "file" or found.size != blob.size:
+            return False
+        return hashlib.sha256(self.fs.read(path)).hexdigest() == blob.id
+
+    def settle(self, batch: Batch) -> None:
+        """Make the batch's objects durable under their names."""
+        with os_errors("writing to the session store"):
+            for folder in sorted(batch.folders):
+                self.fs.sync_dir(folder)
+        batch.folders.clear()
+
+    def check(self, blob: Blob) -> str:
+        """Empty if the object is there with the right size and never failed; else what is wrong."""
+        if blob.id in self.bad:
+            return self.bad[blob.id]
+        with os_errors("reading the session store"):
+            found = self.fs.info(path_of(blob.id))
+        if found is None:
+            return "is missing"
+        if found.kind != "file":
+            return "is not a regular file"
+        if found.size != blob.size:
+            return f"has {found.size} bytes where {blob.size} were written"
+        return ""
+
+    def get(self, id: str, size: int | None = None) -> bytearray:  # noqa: A002
+        """Bytes of an object, hashed. Raises Damaged naming the file when they are not the ones written."""
+        path = path_of(id)
+        with os_errors("reading the session store"):
+            found = self.fs.info(path)
+            if found is None or found.kind != "file":
+                raise self._damaged(id, "is missing" if found is None else "is not a regular file")
+            if size is not None and found.size != size:
+                raise self._damaged(id, f"has {found.size} bytes where {size} were written")
+            try:
+                data = self.fs.read(path)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                raise self._damaged(id, f"cannot be read ({error.strerror})") from error
+        if hashlib.sha256(data).hexdigest() != id:
+            raise self._damaged(id, "does not match its hash")
+        return data
+
+    def _damaged(self, id: str, what: str) -> Damaged:  # noqa: A002
+        self.bad[id] = what
+        return Damaged(
+            f"{path_of(id)} {what}", "the bytes that were written", "run `k3 verify`, then `k3 repair`", object=path_of(id)
+        )

@@ -1,0 +1,224 @@
+"""Reading refs, turns and roots: who is there, and what each needs. Takes no lock and writes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from k3_sessions.blobs import TEMP_PREFIX, Blobs, path_of
+from k3_sessions.errors import BadName, Damaged, SessionMissing, StoreError, os_errors
+from k3_sessions.objects import Blob
+from k3_sessions.records import REPAIR, Page, Ref, Root, TurnRecord, read_ref, read_root, read_turn
+from k3_sessions.types import Array, Session, Turn
+
+MAX_NAME = 100
+_EXTRA = set("._-+=@")
+
+
+def check_name(name: str) -> str:
+    """The name in its one spelling (NFC). Raises BadName."""
+    spelled = unicodedata.normalize("NFC", name)
+    good = all(c.isalnum() or c in _EXTRA for c in spelled) and spelled[:1].isalnum()
+    if not good or len(spelled) > MAX_NAME:
+        raise BadName(
+            f"session name {name[:MAX_NAME]!r}",
+            f"at most {MAX_NAME} letters, digits and {' '.join(sorted(_EXTRA))}, beginning with a letter or digit",
+        )
+    return spelled
+
+
+def file_id(name: str) -> str:
+    """Generated file name of a session: no session name ever becomes part of a path."""
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+@dataclass
+class Need:
+    """Objects a session cannot do without, by use. Values are stored bytes."""
+
+    pages: dict[str, int] = field(default_factory=dict)
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    other: dict[str, int] = field(default_factory=dict)
+
+    def all(self) -> dict[str, int]:
+        return {**self.pages, **self.checkpoints, **self.other}
+
+
+class Catalog:
+    """Refs are read afresh each time; turns and roots never change, so they are kept once read."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._fs = blobs.fs
+        self._turns: dict[str, TurnRecord] = {}
+        self._roots: dict[str, Root] = {}
+
+    def find(self, name: str) -> Ref | None:
+        """The session's ref or None. Raises Damaged or FormatUnsupported for one that cannot be read."""
+        path = f"refs/{file_id(check_name(name))}"
+        with os_errors(f"reading session {name}"):
+            found = self._fs.info(path)
+            if found is None:
+                return None
+            if found.kind != "file":
+                raise Damaged(f"{path} is not a regular file", "a session's ref", REPAIR, object=path)
+            data = self._fs.read(path)
+        ref = read_ref(data, path)
+        if ref.name != check_name(name):
+            raise Damaged(f"{path} is the ref of session {ref.name}", f"that of {name}", REPAIR, object=path)
+        return ref
+
+    def ref(self, name: str) -> Ref:
+        found = self.find(name)
+        if found is None:
+            raise SessionMissing(f"no session named {name}", do="`k3 ls` lists the sessions")
+        return found
+
+    def refs(self) -> tuple[list[Ref], list[Session]]:
+        """Every readable ref by name, and one entry with `error` set for each that is not."""
+        good: list[Ref] = []
+        broken: list[Session] = []
+        with os_errors("listing the sessions"):
+            names = self._fs.list("refs")
+        for file in names:
+            if file.startswith(TEMP_PREFIX):
+                continue
+            path = f"refs/{file}"
+            try:
+                with os_errors("reading a session"):
+                    data = self._fs.read(path)
+                ref = read_ref(data, path)
+                if file_id(ref.name) != file:
+                    raise Damaged(f"{path} is the ref of session {ref.name}", "another", REPAIR, object=path)
+                good.append(ref)
+            except StoreError as error:
+                if self._fs.info(path) is not None:
+                    broken.append(Session(name=f"?{file[:8]}", error=str(error)))
+        return sorted(good, key=lambda ref: ref.name), broken
+
+    def turn(self, id: str) -> TurnRecord:  # noqa: A002
+        """A turn by its full id. Raises Damaged."""
+        found = self._turns.get(id)
+        if found is None:
+            found = read_turn(self._blobs.get(id), id, path_of(id))
+            self._turns[id] = found
+        return found
+
+    def root(self, id: str) -> Root:  # noqa: A002
+        found = self._roots.get(id)
+        if found is None:
+            found = self._roots[id] = read_root(self._blobs.get(id), path_of(id))
+        return found
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop what is remembered about objects, so that they are read again."""
+        for id in ids:  # noqa: A001
+            self._turns.pop(id, None)
+            self._roots.pop(id, None)
+
+    def path(self, id: str) -> list[TurnRecord]:  # noqa: A002
+        """Turns from the first to `id`. Raises Damaged if the chain is broken anywhere."""
+        turns = [self.turn(id)]
+        while (parent := turns[-1].parent) is not None:
+            child = turns[-1]
+            turns.append(self.turn(parent))
+            if turns[-1].total != child.start or turns[-1].root != child.root or turns[-1].position > child.position:
+                raise Damaged(f"turn {child.id[:12]} does not continue its parent", do=REPAIR, object=path_of(child.id))
+        if turns[-1].start != 0:
+            raise Damaged(f"turn {turns[-1].id[:12]} has no parent", do=REPAIR, object=path_of(turns[-1].id))
+        return turns[::-1]
+
+    def pages(self, path: Sequence[TurnRecord]) -> list[Page]:
+        """The MLA pages of the last turn of `path`, in order and without gaps, from position 0."""
+        pages: list[Page] = []
+        for turn in path:
+            while pages and pages[-1].stop > turn.pages_from:
+                pages.pop()
+            pages += turn.pages
+        end = 0
+        for page in pages:
+            if page.start != end or page.stop <= page.start:
+                raise Damaged(f"turn {path[-1].id[:12]} has a gap at {end}", do=REPAIR, object=path_of(path[-1].id))
+            end = page.stop
+        if path and path[-1].checkpoint and end != path[-1].position:
+            raise Damaged(f"turn {path[-1].id[:12]} has pages to {end}", do=REPAIR, object=path_of(path[-1].id))
+        return pages
+
+    @staticmethod
+    def tokens(path: Sequence[TurnRecord]) -> Array:
+        """All token ids of a path, uint32 [n]."""
+        return np.concatenate([turn.tokens for turn in path]) if path else np.empty(0, dtype="<u4")
+
+    def kept(self) -> dict[str, list[str]]:
+        """Turn id -> names of the sessions that keep its joint boundary."""
+        kept: dict[str, list[str]] = {}
+        for ref in self.refs()[0]:
+            for entry in ref.keep:
+                kept.setdefault(entry.turn, []).append(ref.name)
+        return kept
+
+    def boundary_blobs(self, id: str) -> tuple[list[Page], tuple[Blob, ...]]:  # noqa: A002
+        """Pages and checkpoint objects of the joint boundary at turn `id`."""
+        path = self.path(id)
+        return self.pages(path), path[-1].checkpoint
+
+    def need(self, ref: Ref) -> Need:
+        """What `ref` needs to stay whole. Raises Damaged if that cannot be told."""
+        need = Need()
+        path = self.path(ref.head)
+        need.other[ref.root] = self.root_size(ref.root)
+        index = {turn.id: number for number, turn in enumerate(path)}
+        for turn in path:
+            need.other[turn.id] = turn.size
+        marked = [self.path(turn) for turn in ref.marks.values() if turn not in index]
+        for entry in ref.keep:
+            branch = path[: index[entry.turn] + 1] if entry.turn in index else self.path(entry.turn)
+            need.pages.update((page.blob.id, page.blob.size) for page in self.pages(branch))
+            need.checkpoints.update((blob.id, blob.size) for blob in branch[-1].checkpoint)
+            need.other.update((turn.id, turn.size) for turn in branch)
+        for branch in marked:
+            need.other.update((turn.id, turn.size) for turn in branch)
+        return need
+
+    def root_size(self, id: str) -> int:  # noqa: A002
+        found = self._fs.info(path_of(id))
+        return found.size if found else 0
+
+    def session(self, ref: Ref) -> Session:
+        """Public view of a ref."""
+        root = self.root(ref.root)
+        return Session(
+            name=ref.name,
+            head=ref.head,
+            tree=ref.tree,
+            created=ref.created,
+            updated=ref.updated,
+            identity=root.identity,
+            layout=root.layout,
+            fixed=root.fixed,
+            meta=ref.meta,
+            marks=ref.marks,
+            origin=ref.origin,
+            pinned=ref.pinned,
+            evicted=ref.evicted,
+        )
+
+    @staticmethod
+    def public(turn: TurnRecord, kept: Iterable[str]) -> Turn:
+        """Public view of a turn; `kept` holds the ids of turns with a live joint boundary."""
+        return Turn(
+            id=turn.id,
+            parent=turn.parent,
+            start=turn.start,
+            tokens=tuple(turn.tokens.tolist()),
+            position=turn.position,
+            created=turn.created,
+            meta=turn.meta,
+            has_checkpoint=bool(turn.checkpoint) and turn.id in kept,
+            bytes_pages=sum(page.blob.size for page in turn.pages),
+            bytes_checkpoint=sum(blob.size for blob in turn.checkpoint),
+        )

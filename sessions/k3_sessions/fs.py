@@ -1,0 +1,301 @@
+"""Every file-system call of the store, behind one small interface, so that a test can fail or crash each of them.
+
+Paths are relative to the root ("objects/ab/cd..."), made of names the store generates. The real implementation walks
+them with directory descriptors and follows no link, so nothing below the root can lead outside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+NETWORK_TYPES = frozenset(
+    "afs afpfs beegfs ceph cifs davfs fuse.ceph fuse.glusterfs fuse.rclone fuse.s3fs fuse.sshfs glusterfs gpfs lustre "
+    "ncpfs nfs nfs4 ocfs2 orangefs panfs smb3 smbfs".split()
+)
+"""File-system types whose locks or renames depend on another machine."""
+
+_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PAUSE = 0.01  # seconds between two tries for a lock
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """size: bytes of content. allocated: bytes on disk. kind "other" covers links and devices: never opened."""
+
+    size: int
+    allocated: int
+    mtime_ns: int
+    inode: int
+    kind: Literal["file", "dir", "other"]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Bytes of the disk, and bytes an ordinary user can still write."""
+
+    total: int
+    free: int
+
+
+class FileSystem(Protocol):
+    """What the store needs. Every method may raise OSError; none interprets content."""
+
+    where: str
+
+    def make_dir(self, path: str) -> bool:
+        """Create one directory, owner only; False if it is there already."""
+        ...
+
+    def create(self, path: str) -> Any:
+        """Create a file that must not exist, owner only, and return a handle for write, sync and close."""
+        ...
+
+    def write(self, handle: Any, data: Buffer) -> None:
+        """Append all of `data`."""
+        ...
+
+    def sync(self, handle: Any) -> None: ...
+
+    def close(self, handle: Any) -> None: ...
+
+    def replace(self, source: str, target: str) -> None:
+        """Atomic rename; an existing target is replaced."""
+        ...
+
+    def remove(self, path: str) -> None: ...
+
+    def sync_dir(self, path: str) -> None:
+        """Make creations, renames and removals in this directory durable."""
+        ...
+
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytearray:
+        """Content from `start`, `size` bytes or all; shorter only where the file ends."""
+        ...
+
+    def list(self, path: str) -> list[str]:
+        """Names in a directory, sorted; "" is the root."""
+        ...
+
+    def info(self, path: str) -> FileInfo | None:
+        """None if there is nothing."""
+        ...
+
+    def space(self) -> Space: ...
+
+    def type_name(self) -> str:
+        """The file system's type as the system names it, "" if unknown."""
+        ...
+
+    def lock(self, path: str, *, shared: bool, wait: float, note: bytes = b"") -> Any:
+        """Kernel lock on a file (created if absent), or None if others still hold it after `wait` seconds.
+
+        `note` is written into the file by an exclusive holder, for others to read. The lock ends with the process.
+        """
+        ...
+
+    def unlock(self, lock: Any) -> None: ...
+
+
+class RealFS:
+    """The file system below `root`. The root itself may be reached through links; nothing under it may."""
+
+    def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
+        path = Path(root).expanduser().absolute()
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                pass
+            else:
+                _sync_directory(path.parent)
+        self.where = str(path)
+        self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        root = getattr(self, "_root", None)
+        if root is not None:
+            os.close(root)
+
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """Descriptor of the directory that holds `path`, and the last name."""
+        *folders, name = path.split("/")
+        if not name or "." in folders or ".." in (*folders, name):
+            raise OSError(errno.EINVAL, "not a path inside the store", path)
+        current = self._root
+        try:
+            for folder in folders:
+                deeper = os.open(folder, _DIR, dir_fd=current)
+                if current != self._root:
+                    os.close(current)
+                current = deeper
+            yield current, name
+        except OSError as error:
+            if error.filename is not None:
+                error.filename = path
+            raise
+        finally:
+            if current != self._root:
+                os.close(current)
+
+    def make_dir(self, path: str) -> bool:
+        with self._parent(path) as (folder, name):
+            try:
+                os.mkdir(name, 0o700, dir_fd=folder)
+            except FileExistsError:
+                os.close(os.open(name, _DIR, dir_fd=folder))
+                return False
+            return True
+
+    def create(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._parent(path) as (folder, name):
+            return os.open(name, flags, 0o600, dir_fd=folder)
+
+    def write(self, handle: int, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            view = view[os.write(handle, view) :]
+
+    def sync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def replace(self, source: str, target: str) -> None:
+        with self._parent(source) as (old, old_name), self._parent(target) as (new, new_name):
+            os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
+
+    def remove(self, path: str) -> None:
+        with self._parent(path) as (folder, name):
+            os.unlink(name, dir_fd=folder)
+
+    @contextmanager
+    def _directory(self, path: str) -> Iterator[int]:
+        if not path:
+            yield self._root
+            return
+        with self._parent(path) as (folder, name):
+            directory = os.open(name, _DIR, dir_fd=folder)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
+
+    def sync_dir(self, path: str) -> None:
+        with self._directory(path) as directory:
+            os.fsync(directory)
+
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytearray:
+        with self._parent(path) as (folder, name):
+            handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            wanted = max(0, found.st_size - start) if size is None else size
+            data = bytearray(wanted)
+            view, done = memoryview(data), 0
+            while done < wanted:
+                got = os.preadv(handle, [view[done:]], start + done)
+                if got == 0:
+                    break
+                done += got
+            view.release()
+            del data[done:]
+            return data
+        finally:
+            os.close(handle)
+
+    def list(self, path: str) -> list[str]:
+        with self._directory(path) as directory:
+            return sorted(os.listdir(directory))
+
+    def info(self, path: str) -> FileInfo | None:
+        try:
+            with self._parent(path) as (folder, name):
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        kind: Literal["file", "dir", "other"] = "other"
+        if stat.S_ISREG(found.st_mode):
+            kind = "file"
+        elif stat.S_ISDIR(found.st_mode):
+            kind = "dir"
+        return FileInfo(found.st_size, found.st_blocks * 512, found.st_mtime_ns, found.st_ino, kind)
+
+    def space(self) -> Space:
+        found = os.fstatvfs(self._root)
+        return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+    def type_name(self) -> str:
+        device = os.fstat(self._root).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        for line in lines:
+            before, _, after = line.partition(" - ")
+            if before.split()[2:3] == [wanted]:
+                return after.split()[0]
+        return ""
+
+    def lock(self, path: str, *, shared: bool, wait: float, note: bytes = b"") -> int | None:
+        deadline = time.monotonic() + wait
+        while True:
+            handle = self._open_lock(path, shared)
+            try:
+                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                os.close(handle)
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(_PAUSE)
+                continue
+            except OSError:
+                os.close(handle)
+                raise
+            # A removed session takes its lock file with it: a lock on a file nobody else can find is no lock.
+            now = self.info(path)
+            if now is None or now.inode != os.fstat(handle).st_ino:
+                os.close(handle)
+                continue
+            if note and not shared:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, note, 0)
+            return handle
+
+    def _open_lock(self, path: str, shared: bool) -> int:
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._parent(path) as (folder, name):
+            try:
+                return os.open(name, flags | os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
+            except OSError as error:
+                if not shared or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                    raise
+                return os.open(name, flags | os.O_RDONLY, dir_fd=folder)
+
+    def unlock(self, lock: int) -> None:
+        os.close(lock)
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,149 @@
+"""The container of every object: 16 bytes of prefix, a JSON header, then the sections' frames one after another.
+
+    0   8  magic
+    8   1  major version     a reader refuses another major
+    9   1  minor version     a reader accepts a higher minor
+    10  2  kind, u16 LE      1 root, 2 turn, 3 page, 4 checkpoint
+    12  4  header bytes, u32 LE
+    16  .  header, JSON in UTF-8 with sorted keys: {"meta": {...}, "sections": [...]}
+    .   .  frames of each section, in order; the file ends with the last one
+
+A section is {"name", "dtype", "dims", "frames": [[codec, bytes], ...]} and may say "optional": true. Readers skip
+optional sections they do not know and refuse others. The object's name is the sha256 of all its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import orjson
+
+from k3_sessions import codec
+from k3_sessions.errors import Damaged, FormatUnsupported
+from k3_sessions.types import DTYPES, Array
+
+MAGIC = b"K3OBJ\r\n\x1a"
+MAJOR, MINOR = 1, 0
+PREFIX = struct.Struct("<8sBBHI")
+
+SECTION_DTYPES: Mapping[str, np.dtype[Any]] = {**DTYPES, "uint32": np.dtype("<u4")}
+
+
+class Kind(IntEnum):
+    """What an object holds."""
+
+    ROOT = 1
+    TURN = 2
+    PAGE = 3
+    CHECKPOINT = 4
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Reference to an object: hex sha256 of its bytes, and how many they are."""
+
+    id: str
+    size: int
+
+    def to_json(self) -> list[Any]:
+        return [self.id, self.size]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One array of an object; `data` are its frames."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    frames: Sequence[Sequence[int]]
+    data: memoryview
+
+    def new(self) -> Array:
+        """Uninitialised array for `read`. Raises codec.BadFrames for dims that its frames cannot fill."""
+        if math.prod(self.dims) > codec.FRAME_ITEMS * len(self.frames):
+            raise codec.BadFrames(f"{list(self.dims)} in {len(self.frames)} frames")
+        return np.empty(self.dims, dtype=SECTION_DTYPES[self.dtype])
+
+    def read(self, out: Array) -> None:
+        """Decode into `out`, C-contiguous, of exactly this section's dims and dtype. Raises codec.BadFrames."""
+        if out.shape != self.dims or out.dtype != SECTION_DTYPES[self.dtype]:
+            raise codec.BadFrames(f"{self.dtype} {list(self.dims)} for an array of {out.dtype} {list(out.shape)}")
+        codec.decode(self.data, self.frames, out)
+
+
+@dataclass(frozen=True)
+class Object:
+    """A parsed object. Parsing decodes no frame."""
+
+    kind: Kind
+    meta: Mapping[str, Any]
+    sections: Mapping[str, Section]
+
+
+def pack(kind: Kind, meta: Mapping[str, Any], arrays: Sequence[tuple[str, str, Array]], level: int) -> list[bytes]:
+    """Byte pieces of an object. `arrays`: (name, dtype, C-contiguous array) each. Equal input gives equal bytes."""
+    sections: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    for name, dtype, array in arrays:
+        table, data = codec.encode(array, level)
+        sections.append({"name": name, "dtype": dtype, "dims": list(array.shape), "frames": table})
+        parts += data
+    header = orjson.dumps({"meta": meta, "sections": sections}, option=orjson.OPT_SORT_KEYS)
+    return [PREFIX.pack(MAGIC, MAJOR, MINOR, kind, len(header)), header, *parts]
+
+
+def unpack(data: Any, kind: Kind, where: str, known: Sequence[str] | None = None) -> Object:
+    """Parse bytes whose hash was already checked. `where` names the file; `known`: section names the caller reads.
+
+    Raises FormatUnsupported (other major, unknown section that is not optional) and Damaged (anything else).
+    """
+    view = memoryview(data)
+
+    def damaged(what: str) -> Damaged:
+        return Damaged(f"{where} {what}", f"a {kind.name.lower()} object", "run `k3 verify`", object=where)
+
+    if len(view) < PREFIX.size:
+        raise damaged(f"has {len(view)} bytes")
+    magic, major, minor, number, size = PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise damaged("does not begin like a stored object")
+    if major != MAJOR:
+        raise FormatUnsupported(
+            f"{where} has format {major}.{minor}", f"{MAJOR}.x", "use the version of k3 that wrote it, or a newer one"
+        )
+    if number != kind:
+        raise damaged(f"is of kind {number}")
+    try:
+        header = orjson.loads(view[PREFIX.size : PREFIX.size + size])
+        meta, listed = dict(header["meta"]), list(header["sections"])
+        sections: dict[str, Section] = {}
+        at = PREFIX.size + size
+        for entry in listed:
+            frames = [(int(c), int(n)) for c, n in entry["frames"]]
+            stored = sum(n for _, n in frames)
+            name, dims = str(entry["name"]), tuple(int(d) for d in entry["dims"])
+            if any(n < 0 for _, n in frames) or any(d < 0 for d in dims) or name in sections:
+                raise ValueError(name)
+            body, at = view[at : at + stored], at + stored
+            unknown = (known is not None and name not in known) or entry["dtype"] not in SECTION_DTYPES
+            if unknown and entry.get("optional") is True:
+                continue
+            if unknown:
+                raise FormatUnsupported(
+                    f"{where} has a section {name} ({entry['dtype']}) this version does not know",
+                    ", ".join(known or SECTION_DTYPES),
+                    "use the version of k3 that wrote it, or a newer one",
+                )
+            sections[name] = Section(name, entry["dtype"], dims, frames, body)
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(f"has an unreadable header ({type(error).__name__}: {error})") from error
+    if at != len(view):
+        raise damaged(f"has {len(view)} bytes where its header describes {at}")
+    return Object(kind, meta, sections)

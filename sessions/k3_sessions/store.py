@@ -1,0 +1,429 @@
+"""The store's face: open it, look at sessions, write turns, restore state, fork, rename, remove, mark."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import orjson
+
+from k3_sessions import prefix, restoring, room, upkeep
+from k3_sessions.blobs import TEMP_PREFIX, Blobs, write_file
+from k3_sessions.catalog import Catalog, check_name, file_id
+from k3_sessions.config import StoreConfig
+from k3_sessions.errors import (
+    BadDraft,
+    BadName,
+    FormatUnsupported,
+    NetworkFilesystem,
+    SessionExists,
+    SessionLocked,
+    SessionMissing,
+    StoreBusy,
+    os_errors,
+)
+from k3_sessions.fs import NETWORK_TYPES, FileSystem, RealFS
+from k3_sessions.identity import check_layout, layout_digest
+from k3_sessions.records import Kept, Ref, TurnRecord, seal, unseal
+from k3_sessions.types import Array, Identity, RestoredState, RestorePlan, Session, StateLayout, Turn
+from k3_sessions.writer import SessionWriter
+
+FOLDERS = ("objects", "refs", "locks", "quarantine")
+MIN_ID = 6
+"""Fewest digits of a turn id that select a turn."""
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def check_json(value: Mapping[str, Any], what: str) -> None:
+    """Raises BadDraft for values JSON cannot hold."""
+    try:
+        orjson.dumps(value)
+    except (TypeError, orjson.JSONEncodeError) as error:
+        raise BadDraft(f"{what} is not plain JSON ({error})") from error
+
+
+class Store:
+    """One store under one root. Methods may be called from several threads; a SessionWriter from one at a time."""
+
+    def __init__(self, fs: FileSystem, config: StoreConfig) -> None:
+        self.fs = fs
+        self.config = config
+        self.blobs = Blobs(fs)
+        self.catalog = Catalog(self.blobs)
+        self.workers = config.threads or min(16, os.cpu_count() or 1)
+        self._pool: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def open(
+        cls, root: str | os.PathLike[str], *, fs: FileSystem | None = None, config: StoreConfig | None = None
+    ) -> Store:
+        """Open the store at `root`, creating an empty one where there is nothing.
+
+        Raises FormatUnsupported (another major version, or a folder with other things in it), NetworkFilesystem,
+        StoreReadOnly, IOFailure.
+        """
+        config = config or StoreConfig()
+        with os_errors(f"opening the session store {root}"):
+            fs = fs or RealFS(root)
+            kind = fs.type_name()
+            if kind in NETWORK_TYPES and not config.force_network_fs:
+                raise NetworkFilesystem(
+                    f"{fs.where} is on {kind}",
+                    "a local file system, because locks and renames must not depend on another machine",
+                    "point K3_HOME at a local disk, or force it if nothing else will use the store",
+                )
+            cls._check_format(fs)
+        return cls(fs, config)
+
+    @staticmethod
+    def _check_format(fs: FileSystem) -> None:
+        names = [name for name in fs.list("") if not name.startswith(TEMP_PREFIX)]
+        if "FORMAT" in names:
+            unseal(fs.read("FORMAT"), "store", "FORMAT")
+            return
+        foreign = sorted(set(names) - set(FOLDERS))
+        if foreign or any(fs.list(name) for name in names if name != "locks"):
+            raise FormatUnsupported(
+                f"{fs.where} has no FORMAT file but holds {', '.join(foreign or names)[:80]}",
+                "a session store or an empty folder",
+                "choose another folder",
+            )
+        # FORMAT is written last: until it is there, the folder counts as empty.
+        for folder in FOLDERS:
+            fs.make_dir(folder)
+        for lock in ("store", "refs"):
+            fs.unlock(fs.lock(f"locks/{lock}", shared=False, wait=1.0) or 0) if False else None
+        write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
+        fs.sync_dir("")
+
+    # Locks. Order: session, then store, then refs; each is held for one operation at most, but for a writer's session.
+
+    @contextmanager
+    def _lock(self, path: str, *, shared: bool, wait: float, what: str) -> Iterator[None]:
+        with os_errors("locking the session store"):
+            lock = self.fs.lock(path, shared=shared, wait=wait)
+        if lock is None:
+            raise StoreBusy(f"{what} for more than {wait:g} s", do="try again")
+        try:
+            yield
+        finally:
+            self.fs.unlock(lock)
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Nothing is removed from the objects directory while this is held."""
+        with self._lock("locks/store", shared=True, wait=self.config.lock_wait_seconds, what="the store was locked"):
+            yield
+
+    @contextmanager
+    def alone(self, wait: float | None = None) -> Iterator[None]:
+        """No commit or restore is under way while this is held: needed to remove objects."""
+        wait = self.config.lock_wait_seconds if wait is None else wait
+        with self._lock("locks/store", shared=False, wait=wait, what="other processes used the store"):
+            yield
+
+    @contextmanager
+    def changing_refs(self) -> Iterator[None]:
+        """One process at a time reads a ref, changes it and writes it back."""
+        with self._lock("locks/refs", shared=False, wait=self.config.lock_wait_seconds, what="refs were locked"):
+            yield
+
+    def lock_session(self, name: str) -> Any:
+        """The writer's lock of a session. Raises SessionLocked, naming who holds it, within a second."""
+        path = f"locks/{file_id(name)}"
+        note = orjson.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now(), "session": name})
+        with os_errors(f"locking session {name}"):
+            lock = self.fs.lock(path, shared=False, wait=0.2, note=note)
+            if lock is not None:
+                return lock
+            holder: dict[str, Any] = {}
+            try:
+                holder = orjson.loads(self.fs.read(path))
+            except (orjson.JSONDecodeError, FileNotFoundError):
+                pass  # it has just taken the lock, or just let go
+        pid, host = holder.get("pid"), holder.get("host")
+        who = f"process {pid} on {host} since {holder.get('since')}" if pid else "another process"
+        raise SessionLocked(
+            f"session {name} is being written by {who}", f"wait for it, or work on a fork: `k3 fork {name}`", pid=pid, host=host
+        )
+
+    @contextmanager
+    def owning(self, *names: str) -> Iterator[None]:
+        """The writer's locks of sessions that nobody else may write meanwhile."""
+        with ExitStack() as stack:
+            for name in sorted(set(names)):
+                lock = self.lock_session(name)
+                stack.callback(self.fs.unlock, lock)
+            yield
+
+    def pool(self) -> ThreadPoolExecutor:
+        """Workers for encoding, hashing and disk; a few more than cores, since some wait for the disk."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.workers + 2, thread_name_prefix="k3-store")
+        return self._pool
+
+    def close(self) -> None:
+        """End the worker threads. The store may be used again."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    # Looking
+
+    def session(self, name: str) -> Session:
+        """Raises SessionMissing, Damaged."""
+        return self.catalog.session(self.catalog.ref(name))
+
+    def sessions(self) -> list[Session]:
+        """Every session; one that cannot be read has `error` set and hides no other."""
+        refs, broken = self.catalog.refs()
+        found: list[Session] = []
+        for ref in refs:
+            try:
+                found.append(self.catalog.session(ref))
+            except Exception as error:
+                if not isinstance(error, upkeep.REFUSALS):
+                    raise
+                found.append(Session(name=ref.name, head=ref.head, tree=ref.tree, updated=ref.updated, error=str(error)))
+        return found + broken
+
+    def exists(self, name: str) -> bool:
+        return self.catalog.find(name) is not None
+
+    def turn(self, turn_id: str) -> Turn:
+        """A turn by its full id."""
+        return self.catalog.public(self._record(turn_id), self.catalog.kept())
+
+    def _record(self, turn_id: str) -> TurnRecord:
+        if not (len(turn_id) == 64 and set(turn_id) <= set("0123456789abcdef")):
+            raise BadName(f"turn id {turn_id[:70]!r}", "64 hexadecimal digits")
+        return self.catalog.turn(turn_id)
+
+    def log(self, name: str) -> list[Turn]:
+        """Turns of a session from the first to its head."""
+        kept = self.catalog.kept()
+        return [self.catalog.public(turn, kept) for turn in self.catalog.path(self.catalog.ref(name).head)]
+
+    def tokens(self, turn_id: str) -> Array:
+        """All token ids from the start of the session to the end of this turn, pending ones included: int64 [n]."""
+        return self.catalog.tokens(self.catalog.path(self._record(turn_id).id)).astype(np.int64)
+
+    def find_turn(self, name: str, selector: str) -> Turn:
+        """A turn of a session by mark, by number (0 is the first, -1 the head), or by the first digits of its id.
+
+        Raises BadName, SessionMissing.
+        """
+        ref = self.catalog.ref(name)
+        kept = self.catalog.kept()
+        if selector in ref.marks:
+            return self.catalog.public(self.catalog.turn(ref.marks[selector]), kept)
+        path = self.catalog.path(ref.head)
+        number = selector.removeprefix("-")
+        if number.isdigit() and len(number) < MIN_ID:
+            at = int(selector)
+            if not -len(path) <= at < len(path):
+                raise SessionMissing(f"session {name} has no turn {selector}", f"0 to {len(path) - 1}")
+            return self.catalog.public(path[at], kept)
+        hits = [turn for turn in path if turn.id.startswith(selector)] if len(selector) >= MIN_ID else []
+        if len(hits) != 1:
+            raise SessionMissing(
+                f"session {name} has {'several turns' if hits else 'no turn'} {selector!r}",
+                f"a mark, a number, or at least {MIN_ID} digits of a turn id",
+                f"`k3 log {name}` lists them",
+            )
+        return self.catalog.public(hits[0], kept)
+
+    # Writing turns, reading state
+
+    def writer(
+        self,
+        name: str,
+        *,
+        create: bool,
+        identity: Identity,
+        layout: StateLayout,
+        fixed: Mapping[str, Any] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> SessionWriter:
+        """The one writer of a session; close it, or use it as a context manager.
+
+        create: the session must not exist yet; it appears with its first commit. `fixed` (never changes, inherited by
+        forks) and `meta` are for new sessions. Else it must exist and have been made with `identity` and `layout`.
+        Raises SessionExists, SessionMissing, SessionLocked, IdentityMismatch, Damaged, BadName, BadDraft.
+        """
+        name = check_name(name)
+        check_layout(layout)
+        if identity.layout != layout_digest(layout):
+            raise BadDraft(f"identity names layout {identity.layout}", layout_digest(layout))
+        check_json(fixed or {}, "the session's fixed data")
+        check_json(meta or {}, "the session's meta data")
+        lock = self.lock_session(name)
+        try:
+            ref = self.catalog.find(name)
+            if create and ref is not None:
+                raise SessionExists(f"session {name} exists", do="resume it, or choose another name")
+            if not create and ref is None:
+                raise SessionMissing(f"no session named {name}", do="`k3 ls` lists the sessions")
+            upkeep.sweep_leftovers(self)
+            return SessionWriter(self, name, lock, ref, identity, layout, dict(fixed or {}), dict(meta or {}))
+        except BaseException:
+            self.fs.unlock(lock)
+            raise
+
+    def plan(
+        self, turn_id: str, identity: Identity, layout: StateLayout, *, upto: int | None = None
+    ) -> RestorePlan:
+        """How to reach position `upto` (default: all this turn evaluated) of the branch that ends in `turn_id`.
+
+        Reads no state; objects that are missing, of the wrong size, or that failed a read before are gone around.
+        Raises IdentityMismatch, Damaged (the turns themselves), BadDraft (`upto` outside the turn's history).
+        """
+        return restoring.plan(self, self._record(turn_id), identity, layout, upto)
+
+    def restore(self, plan: RestorePlan, identity: Identity, layout: StateLayout) -> RestoredState:
+        """Read, hash and decompress everything `plan` names; nothing is returned unless all of it is right.
+
+        A plan without a turn gives a state at position 0 with no arrays: start from a new one.
+        Raises IdentityMismatch, Damaged (plan again: the object will be gone around), SessionChanged.
+        """
+        return restoring.restore(self, plan, identity, layout)
+
+    def find_prefix(self, identity: Identity, layout: StateLayout, ids: Sequence[int] | Array) -> RestorePlan | None:
+        """The longest stored joint boundary whose tokens are exactly the first of `ids`, whoever stored it.
+
+        `target` is the boundary, `matched` how far whole hash blocks of `ids` are known. None: no block matches.
+        """
+        return prefix.find(self, identity, layout, np.asarray(ids, dtype=np.int64))
+
+    # Refs
+
+    def save_ref(self, ref: Ref) -> None:
+        """Write a ref durably; the caller holds `changing_refs`."""
+        with os_errors(f"writing session {ref.name}"):
+            write_file(self.fs, f"refs/{file_id(ref.name)}", [ref.pack()])
+            self.fs.sync_dir("refs")
+
+    def _change(self, name: str, **changes: Any) -> Ref:
+        with self.changing_refs():
+            ref = replace(self.catalog.ref(name), updated=now(), **changes)
+            self.save_ref(ref)
+        return ref
+
+    def fork(self, name: str, new: str, *, at: str | None = None) -> Session:
+        """A new session that shares the turns of `name` up to turn `at` (default its head). Writes one small file.
+
+        Raises SessionExists, SessionMissing, SessionLocked (somebody is just creating `new`).
+        """
+        new = check_name(new)
+        with self.owning(new), self.using(), self.changing_refs():
+            source = self.catalog.ref(name)
+            if self.exists(new):
+                raise SessionExists(f"session {new} exists", do="choose another name for the fork")
+            head = source.head if at is None else self._record(at).id
+            keep = self._kept_up_to(source, head)
+            stamp = now()
+            ref = replace(
+                source,
+                name=new,
+                head=head,
+                keep=keep,
+                created=stamp,
+                updated=stamp,
+                marks={},
+                origin=(source.name, head),
+                pinned=False,
+                unknown={},
+            )
+            self.save_ref(ref)
+        return self.catalog.session(ref)
+
+    def _kept_up_to(self, ref: Ref, head: str) -> tuple[Kept, ...]:
+        """Boundaries of `ref` at or before its turn `head`. Reads only the turns after `head`."""
+        later: set[str] = set()
+        current: str | None = ref.head
+        while current != head:
+            if current is None:
+                raise SessionMissing(f"session {ref.name} has no turn {head[:12]}", do=f"`k3 log {ref.name}` lists them")
+            later.add(current)
+            current = self.catalog.turn(current).parent
+        return tuple(entry for entry in ref.keep if entry.turn not in later)
+
+    def rename(self, name: str, new: str) -> Session:
+        """Give a session another name. A crash half-way leaves it under both names, each whole."""
+        new = check_name(new)
+        with self.owning(check_name(name), new), self.changing_refs():
+            ref = self.catalog.ref(name)
+            if self.exists(new):
+                raise SessionExists(f"session {new} exists", do="choose another name")
+            ref = replace(ref, name=new, updated=now())
+            self.save_ref(ref)
+            self._drop_ref(name)
+        return self.catalog.session(ref)
+
+    def _drop_ref(self, name: str) -> None:
+        with os_errors(f"removing session {name}"):
+            self.fs.remove(f"refs/{file_id(check_name(name))}")
+            self.fs.sync_dir("refs")
+            if self.fs.info(f"locks/{file_id(check_name(name))}") is not None:
+                self.fs.remove(f"locks/{file_id(check_name(name))}")
+
+    def remove(self, name: str) -> upkeep.RemoveReport:
+        """Delete a session and, at once, every object nothing else needs. Raises SessionLocked while it is written."""
+        return upkeep.remove(self, check_name(name))
+
+    def mark(self, name: str, turn_id: str, label: str) -> Session:
+        """Name a turn; its checkpoint, if it still has one, is never thinned or evicted. Labels move if used again."""
+        if check_name(label).removeprefix("-").isdigit():
+            raise BadName(f"mark {label!r}", "a name that is not a number")
+        with self.changing_refs():
+            ref = self.catalog.ref(name)
+            if turn_id not in {turn.id for turn in self.catalog.path(ref.head)}:
+                raise SessionMissing(f"session {name} has no turn {turn_id[:12]}", do=f"`k3 log {name}` lists them")
+            ref = replace(ref, marks={**ref.marks, label: turn_id}, updated=now())
+            self.save_ref(ref)
+        return self.catalog.session(ref)
+
+    def unmark(self, name: str, label: str) -> Session:
+        """Forget a mark. Raises BadName if there is none."""
+        with self.changing_refs():
+            ref = self.catalog.ref(name)
+            if label not in ref.marks:
+                raise BadName(f"session {name} has no mark {label!r}", ", ".join(sorted(ref.marks)) or "none is set")
+            ref = replace(ref, marks={key: turn for key, turn in ref.marks.items() if key != label}, updated=now())
+            self.save_ref(ref)
+        return self.catalog.session(ref)
+
+    def set_meta(self, name: str, meta: Mapping[str, Any]) -> Session:
+        """Replace the session's free meta data."""
+        check_json(meta, "the session's meta data")
+        return self.catalog.session(self._change(name, meta=dict(meta)))
+
+    def pin(self, name: str, pinned: bool = True) -> Session:
+        """A pinned session is never evicted to make room."""
+        return self.catalog.session(self._change(name, pinned=pinned))
+
+    # Room and upkeep
+
+    def gc(self, *, dry_run: bool = False) -> upkeep.GcReport:
+        """Remove what no session needs and leftovers of crashes; a dry run reports exactly the same."""
+        return upkeep.gc(self, dry_run=dry_run)
+
+    def usage(self) -> room.Usage:
+        """Bytes per session and per tree, MLA and KDA apart, shared and own; totals, quota and free space."""
+        return room.usage(self)
+
+
+def new_tree() -> str:
+    return secrets.token_hex(8)
