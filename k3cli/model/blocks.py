@@ -73,7 +73,7 @@ class KdaWeights:
 
 
 class MlaWeights:
-    """Input matrix [q_a or q | kv_a | gate], latent norms, q_b, and kv_b per head (also split for the absorbed form)."""
+    """Input matrix [q_a or q | kv_a | gate], latent norms, q_b, kv_b per head (also split for the absorbed form)."""
 
     def __init__(self, config: ModelConfig, alloc: Alloc) -> None:
         mla, D = config.mla, config.hidden

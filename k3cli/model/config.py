@@ -131,7 +131,9 @@ class ModelConfig:
         except OSError as error:
             raise ModelError(f"cannot read {file}: {error.strerror}", "a readable config.json") from error
         except ValueError as error:
-            raise ModelError(f"{file} is not JSON: {error}", "the model's config.json", "fetch the file again") from error
+            raise ModelError(
+                f"{file} is not JSON: {error}", "the model's config.json", "fetch the file again"
+            ) from error
         return ModelConfig.from_dict(raw)
 
     @staticmethod
@@ -214,7 +216,9 @@ def _resolve(raw: Mapping[str, Any]) -> ModelConfig:
     for key in FOREIGN_ATTENTION:
         if text.get(key):
             raise ModelError(
-                f"unsupported {text.name(key)} = {_shown(text.get(key))}", "only KDA and dense MLA layers", "no such key"
+                f"unsupported {text.name(key)} = {_shown(text.get(key))}",
+                "only KDA and dense MLA layers",
+                "no such key",
             )
     for keys in (top, text):
         keys.only("tie_word_embeddings", (False, None))

@@ -90,9 +90,7 @@ class K3Model:
         return State(self.config, self._layout, self.device, self.dtype)
 
     @torch.no_grad()
-    def prefill(
-        self, ids: Tensor, state: State, *, logits: Literal["all", "last", "none"] = "last"
-    ) -> Tensor | None:
+    def prefill(self, ids: Tensor, state: State, *, logits: Literal["all", "last", "none"] = "last") -> Tensor | None:
         """Evaluates one chunk of T >= 0 tokens, int64 [T], and advances the state by T once all of it is computed.
 
         Returns fp32 logits [T, V] ("all"), [V] ("last"), or None ("none", or T = 0). The bits depend on how a sequence

@@ -54,9 +54,7 @@ def prefill(q: Tensor, blocks: Sequence[Tensor], w_kv_b: Tensor, start: int, sca
     return (out / norm).transpose(0, 1).to(q.dtype)
 
 
-def decode(
-    q: Tensor, pages: Sequence[Tensor], w_uk: Tensor, w_uv: Tensor, positions: Tensor, scale: float
-) -> Tensor:
+def decode(q: Tensor, pages: Sequence[Tensor], w_uk: Tensor, w_uv: Tensor, positions: Tensor, scale: float) -> Tensor:
     """Absorbed attention of W rows over pages of equal size, each row up to its own position.
 
     q [W, H, N + P]; pages: [page, R + P] each, from position 0; positions [W] int64, those that matter lie in the last

@@ -1,0 +1,93 @@
+"""Where and in which type a model runs: device, compute dtype, and whether it fits. Each choice comes with its reason."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from k3cli.errors import FitError, UsageError
+from k3cli.model.blocks import Weights
+from k3cli.model.config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+
+
+def choose_device(name: str | torch.device = "auto") -> tuple[torch.device, str]:
+    """(device, reason) for auto | cpu | cuda[:N]. UsageError for other names, FitError when the device is absent."""
+    text = str(name)
+    if text == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0), "a CUDA device is present"
+        return torch.device("cpu"), "no CUDA device is present"
+    kind, colon, number = text.partition(":")
+    if text != "cpu" and not (kind == "cuda" and (not colon or number.isdecimal())):
+        raise UsageError(f"unknown device {text!r}", "auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu"), "asked for"
+    index = int(number) if number else 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        raise FitError(f"device {text} of {count} CUDA devices", "a device that is present", "use --device cpu")
+    return torch.device("cuda", index), "asked for"
+
+
+def fast_bf16_cpu() -> tuple[bool, str]:
+    """Whether this CPU multiplies bf16 in hardware, and by what."""
+    for name, what in (("_is_amx_tile_supported", "AMX"), ("_is_avx512_bf16_supported", "AVX512-BF16")):
+        probe = getattr(torch.cpu, name, None)
+        if probe is not None and probe():
+            return True, what
+    return False, "neither AMX nor AVX512-BF16"
+
+
+def choose_dtype(name: str | torch.dtype, device: torch.device, config: ModelConfig) -> tuple[torch.dtype, str]:
+    """(compute dtype, reason) for auto | float32 | bfloat16. bf16 on a CPU without fast bf16 becomes fp32."""
+    text = str(name).removeprefix("torch.")
+    if text == "auto":
+        if device.type == "cpu":
+            return torch.float32, "the CPU default"
+        return getattr(torch, config.stored_dtype), "the checkpoint's type"
+    if text not in DTYPES:
+        raise UsageError(f"unknown dtype {text!r}", "auto, float32 or bfloat16")
+    dtype = DTYPES[text]
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        fast, what = fast_bf16_cpu()
+        return (dtype, f"asked for; this CPU has {what}") if fast else (torch.float32, f"this CPU has {what}")
+    return dtype, "asked for"
+
+
+def weights_memory(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes the loaded weights take, without allocating them. Absorbed MLA matrices are counted too."""
+    size = sum(
+        sink.numel() * sink.element_size() for sink in Weights(config, torch.device("meta"), dtype).sinks().values()
+    )
+    mla = config.mla
+    split = len(config.mla_layers) * mla.heads * (mla.nope_dim + mla.v_dim) * mla.kv_rank
+    return size + split * dtype.itemsize
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes free for a model on a device; None where the system doesn't say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def check_fit(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """FitError when the weights alone exceed the free memory of the device."""
+    need, free = weights_memory(config, dtype), available_memory(device)
+    if free is not None and need > free:
+        raise FitError(
+            f"the weights take {need / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free",
+            "weights that fit",
+            "use a smaller model or another --device",
+        )

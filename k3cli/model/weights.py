@@ -1,0 +1,192 @@
+"""Loading: checkpoint folder to a ready `K3Model`. Each shard is read once, front to back, and hashed on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from k3cli.errors import ModelError
+from k3cli.model.blocks import Sinks, Weights
+from k3cli.model.checkpoint import AGAIN, DTYPES, Entry, Shard, open_checkpoint
+from k3cli.model.config import ModelConfig
+from k3cli.model.digest import DigestCache, combine
+from k3cli.model.network import DEFAULT_WINDOW, K3Model
+from k3cli.model.placement import check_fit, choose_device, choose_dtype
+
+PIECE = 32 << 20
+"""Bytes per read."""
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """Bytes of weight files read so far, all bytes to read, seconds since the start."""
+
+    bytes_done: int
+    bytes_total: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.bytes_done / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, its identity, and what was chosen why.
+
+    weights_digest: "sha256:..." of config.json and all shards with text tensors, in name order, independent of paths.
+    reasons: one line per choice (device, dtype). notices: what went wrong without consequence.
+    """
+
+    model: K3Model
+    config: ModelConfig
+    weights_digest: str
+    path: Path
+    bytes_read: int
+    seconds: float
+    reasons: dict[str, str]
+    notices: tuple[str, ...]
+
+
+def load_model(
+    path: Path | str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = torch.float32,
+    window: int = DEFAULT_WINDOW,
+    progress: Callable[[LoadProgress], None] | None = None,
+) -> LoadedModel:
+    """Loads the folder `path`. device: auto | cpu | cuda[:N]; dtype: auto | float32 | bfloat16; window: W rows.
+
+    Raises ModelError for files that are absent, damaged or unsupported (before anything is allocated wherever headers
+    tell), FitError when the weights exceed the free memory.
+    """
+    path = Path(path)
+    config = ModelConfig.from_dir(path)
+    place, why_device = choose_device(device)
+    kind, why_dtype = choose_dtype(dtype, place, config)
+    checkpoint = open_checkpoint(path, config)
+    check_fit(config, place, kind)
+    weights = Weights(config, place, kind)
+    cache = DigestCache()
+    meter = _Meter(checkpoint.bytes_total, progress)
+    sinks = weights.sinks()
+    digests = [_load_shard(shard, sinks, cache, meter) for shard in checkpoint.shards]
+    weights.finish()
+    notice = cache.save() if cache.changed else None
+    return LoadedModel(
+        model=K3Model(config, weights, place, kind, window),
+        config=config,
+        weights_digest=combine((path / "config.json").read_bytes(), digests),
+        path=path,
+        bytes_read=meter.done,
+        seconds=meter.seconds,
+        reasons={"device": f"{place}: {why_device}", "dtype": f"{str(kind).removeprefix('torch.')}: {why_dtype}"},
+        notices=() if notice is None else (notice,),
+    )
+
+
+class _Meter:
+    def __init__(self, total: int, report: Callable[[LoadProgress], None] | None) -> None:
+        self.total, self.report = total, report
+        self.done, self.began, self.last = 0, time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def add(self, count: int) -> None:
+        self.done += count
+        now = self.seconds
+        if self.report is not None and (now - self.last > 0.1 or self.done == self.total):
+            self.last = now
+            self.report(LoadProgress(self.done, self.total, now))
+
+
+class _Reader:
+    """Sequential reads of one shard's data into tensors, hashed unless the digest is known."""
+
+    def __init__(self, stream: BinaryIO, shard: Shard, hashed: bool, meter: _Meter) -> None:
+        self.stream, self.shard, self.meter = stream, shard, meter
+        self.hash = hashlib.sha256() if hashed else None
+        self.scratch = torch.empty(PIECE, dtype=torch.uint8)
+        stream.seek(len(shard.header))
+        if self.hash is not None:
+            self.hash.update(shard.header)
+        meter.add(len(shard.header))
+
+    def fill(self, target: Tensor, name: str) -> None:
+        """Reads exactly target.numel() bytes into a contiguous uint8 host tensor."""
+        view = memoryview(target.numpy())
+        if self.stream.readinto(view) != len(view):
+            raise ModelError(f"{self.shard.path.name} ended inside tensor {name}", "a file that isn't changing", AGAIN)
+        if self.hash is not None:
+            self.hash.update(view)
+        self.meter.add(len(view))
+
+    def tensor(self, entry: Entry, sink: Tensor | None) -> None:
+        """Reads one tensor piece by piece; sink None reads past it."""
+        kind = DTYPES.get(entry.dtype, torch.uint8)
+        count = entry.stop - entry.start
+        flat = None if sink is None else sink.view(-1)
+        for begin in range(0, count, PIECE):
+            size = min(PIECE, count - begin)
+            first, last = begin // kind.itemsize, (begin + size) // kind.itemsize
+            if flat is not None and flat.device.type == "cpu" and flat.dtype == torch.uint8:
+                self.fill(flat[first:last], entry.name)
+                continue
+            piece = self.scratch[:size]
+            self.fill(piece, entry.name)
+            if flat is not None:
+                flat[first:last] = piece.view(kind)
+
+
+def _load_shard(shard: Shard, sinks: Sinks, cache: DigestCache, meter: _Meter) -> str:
+    """Copies a shard's text tensors to their places. Returns the shard's hex digest."""
+    try:
+        with shard.path.open("rb", buffering=0) as stream:
+            before = os.fstat(stream.fileno())
+            known = cache.get(before)
+            reader = _Reader(stream, shard, known is None, meter)
+            for entry in shard.entries:
+                sink = sinks.get(entry.name)
+                if entry.name.endswith("A_log") and sink is not None:
+                    _decay_rates(reader, entry, sink)
+                else:
+                    reader.tensor(entry, sink)
+            after = os.fstat(stream.fileno())
+    except OSError as error:
+        raise ModelError(f"cannot read {shard.path}: {error.strerror}", "a readable weight file") from error
+    if known is not None:
+        return known
+    assert reader.hash is not None
+    digest = reader.hash.hexdigest()
+    if after == before:
+        cache.put(before, digest)
+    return digest
+
+
+def _decay_rates(reader: _Reader, entry: Entry, sink: Tensor) -> None:
+    """A_log holds one value per head, then padding, which must be zero (a per-channel reading would go unnoticed)."""
+    count = (entry.stop - entry.start) // DTYPES[entry.dtype].itemsize
+    whole = torch.empty(count, dtype=DTYPES[entry.dtype])
+    reader.tensor(entry, whole)
+    heads = sink.numel()
+    tail = whole[heads:]
+    if tail.any():
+        at = heads + int(tail.float().abs().argmax())
+        raise ModelError(
+            f"tensor {entry.name} holds {float(whole[at]):.6g} at index {at}",
+            f"zero padding behind the {heads} heads",
+            "check that config.json and weights belong together",
+        )
+    sink.copy_(whole[:heads])
