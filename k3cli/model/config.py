@@ -34,7 +34,7 @@ FOREIGN_ATTENTION = (
 
 @dataclass(frozen=True)
 class KdaConfig:
-    """KDA layers. `gate_lower_bound` None means the unbounded softplus gate; `full_rank_gate` one output-gate matrix."""
+    """KDA layers. `gate_lower_bound` None: the unbounded softplus gate; `full_rank_gate`: one output-gate matrix."""
 
     heads: int
     head_dim: int
@@ -72,7 +72,7 @@ class MlaConfig:
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Mixture-of-experts layers. `latent` None means that experts work at full width; `shared` is the shared MLP's width."""
+    """Mixture-of-experts layers. `latent` None: experts work at full width; `shared`: width of the shared MLP."""
 
     experts: int
     top_k: int
@@ -89,7 +89,7 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything the network needs. `layers[i]` is the kind of layer i; `moe_layers[i]` whether its MLP is a mixture."""
+    """Everything the network needs. `layers[i]`: the kind of layer i; `moe_layers[i]`: whether its MLP is a mixture."""
 
     model_type: str
     hidden: int

@@ -34,7 +34,7 @@ def combine(config: bytes, shards: Iterable[str]) -> str:
 
 
 class DigestCache:
-    """Stamp -> hex digest, in one small JSON file. An unreadable cache is an empty one: hashing again is always right."""
+    """Stamp -> hex digest, in one small JSON file. An unreadable cache is an empty one: hashing again is right."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.path = (folder or cache_dir()) / "weights.json"

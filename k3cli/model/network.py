@@ -249,7 +249,7 @@ class K3Model:
         return F.linear(out, w.o_proj)
 
     def _window_attention(self, q: Tensor, pages: Sequence[Tensor], w: MlaWeights, now: _Pass) -> Tensor:
-        """Rows of a window that crosses a page are computed per page count, so that a row's sums end at its own page."""
+        """A window that crosses a page is computed once per page count, so that a row's sums end at its own page."""
         assert now.rows is not None
         size = now.state.page
         first = now.state.position // size + 1

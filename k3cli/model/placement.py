@@ -1,4 +1,4 @@
-"""Where and in which type a model runs: device, compute dtype, and whether it fits. Each choice comes with its reason."""
+"""Where and in which type a model runs, and whether it fits. Each choice comes with its reason."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class _Meter:
 class _Reader:
     """Sequential reads of one shard's data into tensors, hashed unless the digest is known."""
 
-    def __init__(self, stream: BinaryIO, shard: Shard, hashed: bool, meter: _Meter) -> None:
+    def __init__(self, stream: FileIO, shard: Shard, hashed: bool, meter: _Meter) -> None:
         self.stream, self.shard, self.meter = stream, shard, meter
         self.hash = hashlib.sha256() if hashed else None
         self.scratch = torch.empty(PIECE, dtype=torch.uint8)
@@ -126,7 +126,7 @@ class _Reader:
 
     def fill(self, target: Tensor, name: str) -> None:
         """Reads exactly target.numel() bytes into a contiguous uint8 host tensor."""
-        view = memoryview(target.numpy())
+        view = memoryview(target.numpy().data)
         if self.stream.readinto(view) != len(view):
             raise ModelError(f"{self.shard.path.name} ended inside tensor {name}", "a file that isn't changing", AGAIN)
         if self.hash is not None:
