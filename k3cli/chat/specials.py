@@ -121,6 +121,8 @@ def _listed(path: Path, n_ranks: int) -> dict[int, str] | None:
                 f"an id from {n_ranks} to {n_ranks + N_SPECIALS - 1}, right above the {n_ranks} ranks",
                 "use the tokenizer_config.json that was published with this tiktoken.model",
             )
+        if name.startswith("<|reserved_token_") and name != _reserved(token):
+            raise ModelError(f"{path}: id {token} has the name of another reserved id, {name!r}", _reserved(token))
         if ids.setdefault(name, token) != token:
             raise ModelError(f"{path}: special token {name!r} has ids {ids[name]} and {token}", "one id for each name")
     if len(set(ids.values())) != len(ids):
@@ -138,10 +140,11 @@ def _family_of(names: set[str], folder: Path) -> Family:
 
 
 def _complete(listed: Mapping[int, str], n_ranks: int) -> dict[int, str]:
-    names = {token: listed.get(token, f"<|reserved_token_{token}|>") for token in range(n_ranks, n_ranks + N_SPECIALS)}
-    if len(set(names.values())) != len(names):
-        raise ModelError("added_tokens_decoder gives a token the name of another id's reserved token", "unique names")
-    return names
+    return {token: listed.get(token, _reserved(token)) for token in range(n_ranks, n_ranks + N_SPECIALS)}
+
+
+def _reserved(token: int) -> str:
+    return f"<|reserved_token_{token}|>"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -314,7 +314,7 @@ class XtmlParser(StreamParser):
 
     def _likely(self, tag: HalfTag) -> str | None:
         """The tag that was being written, where that is plain. Other half tags are left: the next marker ends them."""
-        if self._call is not None or self._skip is not None or self._channel == "done":
+        if self._skip is not None or self._channel == "done":
             return None
         if not tag.opening:
             name: str | None = self._channel or "message"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ HANDY = {
     "1": [16], "2": [17], "10": [795], "tool-declare": [20960, 120083, 677], "thinking-effort": [130400, 59991, 470],
     "tool-choice": [20960, 135230], "response-format": [12092, 46906],
 }  # fmt: skip
+
+
+K3_BY_ID = {f"BASE+{offset}": name for offset, name in K3_NAMES.items() if offset not in (0, 1)}
 
 
 @pytest.mark.parametrize(("text", "ids"), (PUBLISHED | HANDY).items())
@@ -107,15 +111,20 @@ def test_tokenizer_config_decides_names_and_ids(vocab_dir: Path) -> None:
         ({"99999": "<|im_end|>"}, "has id 99999"),
         ({"x": "<|open|>"}, "has id x"),
         ({"BASE": "<|open|>", "BASE+1": "<|open|>"}, "has ids"),
+        ({"BASE": "<|open|>", "0BASE": "<|close|>"}, "lists an id twice"),
+        ({"BASE": "<|reserved_token_BASE+1|>", **K3_BY_ID}, "name of another reserved id"),
         ({"BASE": "", "BASE+1": "<|open|>"}, "no content"),
         ({"BASE": "<|open|>"}, "no complete set of chat marks"),
     ],
 )
 def test_contradicting_tokenizer_config_is_refused(vocab_dir: Path, names: dict[str, str], message: str) -> None:
     base = Tokenizer.from_dir(vocab_dir).n_ranks
-    added_tokens(
-        vocab_dir, {k.replace("BASE+1", str(base + 1)).replace("BASE", str(base)): v for k, v in names.items()}
-    )
+
+    def place(text: str) -> str:
+        """BASE is the first special id, BASE+n the n-th after it."""
+        return re.sub(r"BASE(?:\+(\d+))?", lambda found: str(base + int(found[1] or 0)), text)
+
+    added_tokens(vocab_dir, {place(token): place(name) for token, name in names.items()})
     with pytest.raises(ModelError) as caught:
         Tokenizer.from_dir(vocab_dir)
     assert message in str(caught.value)
