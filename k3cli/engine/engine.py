@@ -2,40 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from k3cli.engine.timeline import Timeline
+import torch
+from k3_sessions.identity import layout_digest
+from k3_sessions.types import Identity, RestoredState, StateLayout
+
+import k3cli
+from k3cli.engine.timeline import PREFILL_CHUNK, Timeline
+from k3cli.errors import ModelError
+
+if TYPE_CHECKING:
+    from k3cli.chat.renderer import Renderer
+    from k3cli.chat.tokenizer import Tokenizer
+    from k3cli.model.weights import LoadProgress
 
 
 class Engine:
-    """One loaded model. Timelines and conversations are made from it."""
+    """One loaded model. Timelines and conversations are made from it.
 
-    identity: Any
-    layout: Any
-    context_limit: int
+    identity, layout: what stored state must match. context_limit: tokens a timeline may hold. name: the model as people
+    call it (folder name or hub id). notices: lines the user should see after loading.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        renderer: Renderer,
+        *,
+        weights_digest: str,
+        name: str,
+        context_limit: int,
+        device: torch.device | str = "cpu",
+        dtype: str = "float32",
+        reasons: dict[str, str] | None = None,
+        notices: Sequence[str] = (),
+    ) -> None:
+        """model: has the interface of timeline.ModelLike plus `new_state` and `state_layout` (K3Model has)."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.renderer = renderer
+        self.name = name
+        self.context_limit = context_limit
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.notices = tuple(notices)
+        self._reasons = dict(reasons or {})
+        self.layout: StateLayout = model.state_layout()
+        self.identity = Identity(
+            weights=weights_digest,
+            tokenizer=tokenizer.digest,
+            chat_format=renderer.format_version,
+            layout=layout_digest(self.layout),
+            compute=dtype,
+        )
 
     @classmethod
     def load(
         cls,
-        model_ref: str,
+        model_ref: str | Path,
         *,
         device: str = "auto",
         dtype: str = "auto",
         window: int = 8,
-        progress: Callable[[Any], None] | None = None,
+        progress: Callable[[LoadProgress], None] | None = None,
     ) -> Engine:
         """Load a model folder, or a hub id found in the local cache.
 
         device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "float32" or "bfloat16".
-        window: rows of a decode step.
+        window: rows of a decode step, 1 to 64. Raises UsageError, ModelError, FitError.
         """
-        raise NotImplementedError
+        from k3cli.chat.renderer import renderer_for
+        from k3cli.chat.tokenizer import Tokenizer
+        from k3cli.errors import UsageError
+        from k3cli.model.config import ModelConfig
+        from k3cli.model.hub import resolve_model
+        from k3cli.model.weights import load_model
 
-    def timeline(self) -> Timeline:
-        """An empty timeline."""
-        raise NotImplementedError
+        if not 1 <= window <= 64:
+            raise UsageError(f"window is {window}", "1 to 64 rows")
+        folder = resolve_model(model_ref)
+        # The small files first: what is wrong with them is told before gigabytes are read.
+        config = ModelConfig.from_dir(folder)
+        tokenizer = Tokenizer.from_dir(folder)
+        if tokenizer.n_vocab > config.vocab:
+            raise ModelError(
+                f"the tokenizer of {model_ref} has {tokenizer.n_vocab} ids, its config.json vocab_size {config.vocab}",
+                "a tokenizer whose ids the model knows",
+                "use the tokenizer files that belong to the model",
+            )
+        renderer = renderer_for(config.model_type, tokenizer)
+        loaded = load_model(folder, device=device, dtype=dtype, window=window, progress=progress)
+        model = loaded.model
+        ref = str(model_ref)
+        return cls(
+            model,
+            tokenizer,
+            renderer,
+            weights_digest=loaded.weights_digest,
+            name=folder.resolve().name if Path(ref).expanduser().is_dir() else ref,
+            context_limit=config.context_limit,
+            device=model.device,
+            dtype=str(model.dtype).removeprefix("torch."),
+            reasons=loaded.reasons,
+            notices=loaded.notices,
+        )
+
+    def timeline(self, tokens: Sequence[int] = ()) -> Timeline:
+        """A timeline at position 0; `tokens` are pending."""
+        return Timeline(self.model, self.model.new_state(), tokens, limit=self.context_limit, device=self.device)
+
+    def restored_timeline(self, restored: RestoredState, tokens: Sequence[int]) -> Timeline:
+        """A timeline over state read from the store, complete and verified. tokens: the whole history."""
+        state = self.model.new_state()
+        if restored.position:
+            state.load(restored)
+        return Timeline(self.model, state, tokens, limit=self.context_limit, device=self.device)
+
+    def runtime(self) -> dict[str, Any]:
+        """What the bits of a computation may depend on beside its inputs; recorded with every turn."""
+        cuda = self.device.type == "cuda"
+        return {
+            "k3": k3cli.__version__,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(self.device) if cuda else torch.backends.cpu.get_cpu_capability(),
+            "dtype": self.dtype,
+            "window": self.model.window,
+            "threads": 0 if cuda else torch.get_num_threads(),
+        }
 
     def describe(self) -> list[dict[str, str]]:
-        """What was chosen and why: rows of `what`, `choice`, `reason`."""
-        raise NotImplementedError
+        """What was chosen and why, for `k3 doctor`: rows of `what`, `choice`, `reason`."""
+        rows = []
+        for what, line in self._reasons.items():
+            choice, _, reason = line.partition(": ")
+            rows.append({"what": what, "choice": choice, "reason": reason})
+        rows += [
+            {
+                "what": "window",
+                "choice": f"{self.model.window} rows",
+                "reason": "decode and verify always run this many rows, so that they give the same bits",
+            },
+            {
+                "what": "prefill chunk",
+                "choice": f"{PREFILL_CHUNK} tokens",
+                "reason": "chunks end at multiples of the absolute position, so that equal prompts take equal paths",
+            },
+            {
+                "what": "chat format",
+                "choice": self.renderer.format_version,
+                "reason": f"{self.tokenizer.family} special tokens ({self.tokenizer.family_reason})",
+            },
+            {"what": "context limit", "choice": f"{self.context_limit} tokens", "reason": "config.json"},
+        ]
+        return rows

@@ -26,18 +26,25 @@ class Head:
 
     system: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
-    thinking: bool = True
-    effort: str | None = "max"
+    thinking: bool = False
+    effort: str | None = None
     seed: int = 0
 
     @classmethod
-    def new(cls, asked: Mapping[str, Any] | None = None) -> Head:
-        """A head for a new session: the asked options over the defaults, with a fresh random seed."""
-        asked = _known(asked)
-        if asked.get("tools") is not None:
-            asked = dict(asked) | {"tools": tuple(asked["tools"])}
-        head = replace(cls(seed=secrets.randbelow(MAX_SEED)), **{k: v for k, v in asked.items() if v is not None})
-        return head if head.thinking else replace(head, effort=None)
+    def new(cls, asked: Mapping[str, Any] | None = None, *, thinking: bool = False, effort: str | None = None) -> Head:
+        """A head for a new session: the asked options over the format's defaults, with a fresh random seed.
+
+        thinking, effort: those defaults. Without thinking there is no effort unless it is asked for, which is refused.
+        """
+        wanted = {key: value for key, value in _known(asked).items() if value is not None}
+        if "tools" in wanted:
+            wanted["tools"] = tuple(wanted["tools"])
+        head = replace(cls(thinking=thinking, effort=effort, seed=secrets.randbelow(MAX_SEED)), **wanted)
+        if head.thinking:
+            return head
+        if "effort" in wanted:
+            raise UsageError(f"effort {head.effort!r} without thinking", "thinking on, or no effort")
+        return replace(head, effort=None)
 
     def require(self, asked: Mapping[str, Any] | None, session: str) -> None:
         """Refuse options that differ from this head (SessionError naming each). None values count as not asked."""

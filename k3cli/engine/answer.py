@@ -1,0 +1,229 @@
+"""One turn while it runs: prompt in, tokens out through the stream parser, and the record of it all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from k3_sessions.types import TurnDraft
+
+from k3cli.chat import events as chat
+from k3cli.chat.messages import check_messages, content_parts
+from k3cli.engine import events as ev
+from k3cli.engine.record import VERSION
+from k3cli.engine.timeline import PREFILL_CHUNK, Cancel, Snapshot, Timeline
+from k3cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from k3_sessions.types import RestorePlan
+
+    from k3cli.chat.renderer import RenderContext
+    from k3cli.engine.engine import Engine
+    from k3cli.engine.sampling import Sampling
+
+
+def check_turn(
+    messages: Sequence[Mapping[str, Any]], open_calls: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The messages of a turn, checked: shapes, roles, something to answer, and tool results that answer open calls."""
+    checked = check_messages(messages)
+    spoken = 0
+    results: list[Mapping[str, Any]] = []
+    for number, message in enumerate(checked):
+        where = f"messages[{number}]"
+        if message["role"] == "assistant":
+            raise UsageError(f"{where} is an assistant message", "user, system or tool messages: the model answers")
+        if message["role"] == "tool":
+            results.append(message)
+        spoken += message["role"] == "tool" or (
+            message["role"] == "user" and any(content_parts(message.get("content"), where))
+        )
+    if not spoken:
+        raise UsageError("a turn without input", "at least one user message with text, or a tool result")
+    if len(results) > len(open_calls):
+        raise UsageError(f"{len(results)} tool results for {len(open_calls)} open tool calls", "at most one for each")
+    known = {call["id"] for call in open_calls}
+    for message in results:
+        answered = message.get("tool_call_id") or message.get("id")
+        if answered is not None and answered not in known:
+            raise UsageError(
+                f"a tool result for call {answered!r}", f"an open call: {', '.join(sorted(known))}", "see `k3 show`"
+            )
+    return checked
+
+
+class Answer:
+    """The turn under way. `begun` once ids were appended; `stop` is known after `finish`.
+
+    kept: state at the boundary `keep_at`, where the session keeps a checkpoint because other sessions share the tokens.
+    close: ids that end the answer if it was cut. calls: the complete tool calls of the answer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        timeline: Timeline,
+        ids: Sequence[int],
+        given: Mapping[str, Any],
+        sampling: Sampling,
+        context: RenderContext,
+        thinking: bool,
+        *,
+        already: int = 0,
+        keep_at: int = 0,
+        replayed: int = 0,
+    ) -> None:
+        """ids: the whole prompt of the turn, of which the timeline holds the first `already`. sampling: seed resolved.
+
+        context: after the prompt was rendered; belongs to this turn. replayed: tokens evaluated again before it.
+        """
+        self.begun = False
+        self.stop = ""
+        self.kept: Snapshot | None = None
+        self.close: list[int] = []
+        self.calls: list[dict[str, Any]] = []
+        self.context = context
+        self._engine = engine
+        self._timeline = timeline
+        self._ids = list(ids)
+        self._given = given
+        self._sampling = sampling
+        self._thinking = thinking
+        self._already = already
+        self._keep_at = keep_at
+        self._replayed = replayed
+        self._start = len(timeline.tokens) - already
+        self._position = 0 if already else timeline.position
+        self._reused = timeline.position
+        self._prefilled = 0
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._parser = engine.renderer.parser(thinking)
+
+    @property
+    def generated(self) -> list[int]:
+        """Ids drawn so far."""
+        return self._timeline.tokens[self._start + len(self._ids) :] if self.begun else []
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """See events.Saved."""
+        return {
+            "reused": self._reused - self._replayed,
+            "replayed": self._replayed,
+            "prefilled": self._prefilled,
+            "generated": len(self.generated),
+        }
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second; 0 when nothing was prefilled."""
+        return _rate(self._prefilled, self._seconds["prefill"])
+
+    @property
+    def decode_rate(self) -> float:
+        """Drawn tokens per second; 0 when nothing was drawn."""
+        return _rate(len(self.generated), self._seconds["decode"])
+
+    def run(self, room: int, cancel: Cancel) -> Iterator[ev.Event]:
+        """Evaluate the prompt, draw the answer. room: tokens the context has left for it. Cancel ends it anywhere."""
+        timeline = self._timeline
+        limit = room if self._sampling.max_tokens is None else self._sampling.max_tokens
+        if limit > room:
+            yield ev.Notice(
+                "clipped", f"the context has room for {room} more tokens, not {limit}: the answer is cut there"
+            )
+            limit = room
+        new = self._ids[self._already :]
+        total = len(timeline.pending) + len(new)
+        yield ev.Prompt(reused=timeline.position, prefill=total, room=limit)
+        timeline.extend(new)
+        self.begun = True
+        began = time.perf_counter()
+        for done in timeline.prefill(cancel):
+            self._prefilled = done
+            if timeline.position == self._keep_at:
+                self.kept = timeline.snapshot()
+            if total > PREFILL_CHUNK:
+                yield ev.Progress("prefill", done, total)
+        self._seconds["prefill"] = time.perf_counter() - began
+        if timeline.pending:
+            self.finish("cancelled")
+            return
+        began = time.perf_counter()
+        for token in timeline.generate(self._sampling, self._engine.renderer.stop_ids, limit, cancel):
+            self._seconds["decode"] = time.perf_counter() - began
+            yield from self._translate(self._parser.feed(token))
+        self.finish(timeline.stop_reason)
+
+    def finish(self, reason: str) -> None:
+        """The answer ends here: "stop", "length" or "cancelled". Closing ids and the final record follow from it."""
+        self.close = self._engine.renderer.close_turn(self._parser)
+        self._rest = self._translate(self._parser.finish(reason))
+        self.stop = "tool_calls" if reason == "stop" and self.calls else reason
+        self.context.reply(self._parser.message())
+
+    def closing_events(self) -> list[ev.Event]:
+        """What is left to tell after `finish`."""
+        return [*self._rest, ev.Stopped(self.stop, len(self.generated))]
+
+    def _translate(self, events: Sequence[chat.ChatEvent]) -> list[ev.Event]:
+        out: list[ev.Event] = []
+        for event in events:
+            if isinstance(event, chat.ThinkingDelta):
+                out.append(ev.Thinking(event.text))
+            elif isinstance(event, chat.TextDelta):
+                out.append(ev.Text(event.text))
+            elif isinstance(event, chat.Malformed):
+                out.append(ev.Malformed(event.reason, event.detail))
+            elif isinstance(event, chat.ToolCall):
+                call = ev.ToolCall(event.id, event.name, event.arguments_json, event.index)
+                self.calls.append({"id": call.id, "name": call.name, "arguments": call.arguments, "index": call.index})
+                out.append(call)
+        return out
+
+    def prompt_draft(self, plan: RestorePlan | None) -> TurnDraft:
+        """The first prompt as a turn of its own, evaluated up to `keep_at`: its checkpoint is what others can share."""
+        unanswered = self._engine.renderer.parser(self._thinking)
+        context = self.context.copy()
+        context.reply(unanswered.message())
+        meta = self._meta("prompt", len(self._ids), self._position, self._keep_at) | {
+            "stop": "prompt",
+            "close": self._engine.renderer.close_turn(unanswered),
+            "context": context.to_json(),
+            "counts": self.counts | {"prefilled": self._keep_at - self._reused, "generated": 0},
+        }
+        return TurnDraft(tuple(self._ids), self._keep_at, meta, plan)
+
+    def draft(self, plan: RestorePlan | None) -> TurnDraft:
+        """The turn as the store takes it; after `prompt_draft` was saved, the answer alone."""
+        timeline = self._timeline
+        apart = self.kept is not None
+        start = self._start + (len(self._ids) if apart else 0)
+        begin = self._keep_at if apart else self._position
+        meta = self._meta("chat", 0 if apart else len(self._ids), begin, timeline.position) | {
+            "stop": self.stop,
+            "close": self.close,
+            "context": self.context.to_json(),
+            "answer": self._parser.message(),
+            "calls": self.calls,
+            "counts": self.counts,
+        }
+        return TurnDraft(tuple(timeline.tokens[start:]), timeline.position, meta, plan)
+
+    def _meta(self, kind: str, prompt: int, begin: int, end: int) -> dict[str, Any]:
+        return {
+            "v": VERSION,
+            "kind": kind,
+            "prompt": prompt,
+            "schedule": self._timeline.schedule.between(begin, end).to_json(),
+            "sampling": self._sampling.to_json(),
+            "given": dict(self._given) if prompt else {},
+            "shared": self._already,
+            "seconds": {key: round(value, 6) for key, value in self._seconds.items()},
+            "runtime": self._engine.runtime(),
+        }
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return round(tokens / seconds, 3) if tokens and seconds > 0 else 0.0

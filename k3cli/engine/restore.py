@@ -1,0 +1,111 @@
+"""Bringing a stored turn back to life: the nearest joint boundary, then the recorded steps from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from k3_sessions.errors import Damaged
+
+from k3cli.engine.events import Event, Notice, Progress
+from k3cli.engine.record import lineage, recorded_schedule, runtime_change
+from k3cli.engine.schedule import Schedule
+from k3cli.engine.timeline import Cancel, Timeline
+from k3cli.errors import DamagedError, Exit, K3Error, SessionError
+
+if TYPE_CHECKING:
+    from k3_sessions.types import RestorePlan, Turn
+
+    from k3cli.engine.engine import Engine
+
+Emit = Callable[[Event], None]
+
+
+class InterruptedWorkError(K3Error):
+    """The user stopped work that leaves nothing to save."""
+
+    exit_code = Exit.INTERRUPTED
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A timeline at the end of a turn. plan: what its state came from. reused / replayed: tokens."""
+
+    timeline: Timeline
+    turn: Turn | None
+    plan: RestorePlan | None
+    reused: int
+    replayed: int
+
+
+def restore_turn(
+    engine: Engine, store: Any, turn_id: str, *, require_cached: bool, emit: Emit, cancel: Cancel
+) -> Restored:
+    """The state at the end of a turn, bit for bit as it was when the turn was saved.
+
+    Where its checkpoint is gone, a Notice tells the cost before the recorded steps since the nearest earlier joint
+    boundary are run again; with require_cached that is refused. Raises SessionError, DamagedError,
+    InterruptedWorkError and the store's errors.
+    """
+    turn = store.turn(turn_id)
+    plan = store.plan(turn_id, engine.identity, engine.layout)
+    if plan.boundary < plan.target and require_cached:
+        raise SessionError(
+            f"turn {turn_id[:12]} can't be restored without evaluating {plan.target - plan.boundary} old tokens again "
+            f"({plan.reason})",
+            "a kept checkpoint, because --require-cached was given",
+            "resume without it, or go on from another turn (`k3 log` shows which keep one)",
+        )
+    changed = runtime_change(turn, engine)
+    if changed:
+        emit(Notice("runtime-changed", changed))
+    try:
+        restored = store.restore(plan, engine.identity, engine.layout)
+    except Damaged as error:
+        raise _with_offer(engine, store, turn_id, plan, error) from error
+    timeline = engine.restored_timeline(restored, [int(i) for i in store.tokens(turn_id)])
+    if plan.boundary < plan.target:
+        emit(
+            Notice(
+                "replaying",
+                f"turn {turn_id[:12]} keeps no state of its own ({plan.reason}): evaluating "
+                f"{plan.target - plan.boundary} of {plan.target} tokens again as recorded",
+            )
+        )
+        follow(timeline, recorded_schedule(lineage(store, turn_id), plan.boundary, plan.target), emit, cancel)
+    return Restored(timeline, turn, plan, plan.boundary, plan.target - plan.boundary)
+
+
+def follow(timeline: Timeline, schedule: Schedule, emit: Emit, cancel: Cancel) -> None:
+    """Evaluate along a schedule, with progress. Raises InterruptedWorkError when cancelled before the end."""
+    first, total = timeline.position, schedule.stop - schedule.start
+    for _ in timeline.follow(schedule, cancel):
+        emit(Progress("replay", timeline.position - first, total))
+    if timeline.position < schedule.stop:
+        raise InterruptedWorkError(
+            f"stopped after {timeline.position - first} of {total} tokens", do="nothing was changed; run it again"
+        )
+
+
+def _with_offer(engine: Engine, store: Any, turn_id: str, plan: RestorePlan, error: Damaged) -> DamagedError:
+    """The damage, with the nearest good boundary and its cost: the store goes around what failed a read."""
+    again = store.plan(turn_id, engine.identity, engine.layout)
+    cost = again.target - again.boundary
+    where = f"the joint boundary at {again.boundary}" if again.boundary else "the beginning"
+    return DamagedError(
+        f"the state of turn {turn_id[:12]} can't be restored: {error.found}",
+        error.expected,
+        f"`k3 repair` sets what is damaged aside; the turn then resumes from {where}, evaluating {cost} tokens again",
+    )
+
+
+def shared_prefix(engine: Engine, store: Any, ids: Sequence[int]) -> tuple[RestorePlan | None, int]:
+    """Stored state that a new session may start from, and how many leading ids some session has evaluated.
+
+    (plan or None, matched): plan.boundary < len(ids), so that at least one token is left to draw from.
+    """
+    plan = store.find_prefix(engine.identity, engine.layout, ids[:-1])
+    if plan is None:
+        return None, 0
+    return (plan if plan.turn is not None and plan.boundary else None), plan.matched

@@ -1,0 +1,84 @@
+"""Handing turns to the store, and keeping them when the disk refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from k3_sessions.errors import BadDraft, StoreError
+from k3_sessions.types import TurnDraft
+
+from k3cli.engine.timeline import Snapshot
+
+if TYPE_CHECKING:
+    from k3_sessions.types import CommitReport, StateSource
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """report: of the commit that made the newest turn durable, None when it failed. error: why. turns: made durable."""
+
+    report: CommitReport | None
+    error: StoreError | None
+    turns: int = 0
+    bytes_written: int = 0
+    bytes_pages: int = 0
+    bytes_checkpoint: int = 0
+    seconds: float = 0.0
+
+
+class Saver:
+    """The turns of one session on their way to its writer, oldest first.
+
+    The writer itself keeps a turn whose commit failed and stores it with the next one. Here wait only turns that it
+    could not be given yet, because the session had to move to an earlier turn first and that failed.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+        self.move_to: str | None = None
+        self._held: list[tuple[TurnDraft, StateSource]] = []
+        self._last: Snapshot | None = None
+
+    @property
+    def queued(self) -> int:
+        """Turns that are in memory only."""
+        return len(self._held) + int(self.writer.unsaved)
+
+    def save(self, draft: TurnDraft, source: Snapshot) -> SaveResult:
+        """Store a turn, and whatever waited before it."""
+        self._held.append((draft, source))
+        self._last = source
+        return self.retry()
+
+    def retry(self) -> SaveResult:
+        """Try again to store what waits. BadDraft, a bug of ours, is raised; other refusals are in the result."""
+        report: CommitReport | None = None
+        turns = written = pages = checkpoint = 0
+        seconds = 0.0
+        try:
+            if self.move_to is not None:
+                self.writer.set_head(self.move_to)
+                self.move_to = None
+            while self._held or self.writer.unsaved:
+                if self._held:
+                    draft, source = self._held.pop(0)
+                    report = self.writer.commit(draft, source)
+                else:
+                    report = self.writer.flush(self._last)
+                if report is None:
+                    break
+                turns += report.stored
+                written += report.bytes_written
+                pages += report.bytes_pages
+                checkpoint += report.bytes_checkpoint
+                seconds += report.seconds
+        except BadDraft:
+            raise
+        except StoreError as error:
+            return SaveResult(None, error, turns)
+        self._last = None
+        return SaveResult(report, None, turns, written, pages, checkpoint, seconds)
+
+    def close(self) -> None:
+        self.writer.close()
