@@ -1,0 +1,191 @@
+"""What `k3 doctor` looks at. Each check returns rows; a problem is a row with an exit code, never an exception."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from k3cli import __version__
+from k3cli.commands.failures import as_k3_error
+from k3cli.commands.output import human_bytes
+from k3cli.config import KEYS, Settings
+from k3cli.errors import Exit, K3Error
+
+if TYPE_CHECKING:
+    from k3_sessions.types import StateLayout
+
+LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tiktoken", "huggingface-hub", "zstandard", "typer")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `reason`: why, or where the value comes from; `code` is 0 when all is well."""
+
+    section: str
+    name: str
+    value: str
+    reason: str = ""
+    code: Exit = Exit.OK
+
+
+def versions() -> Iterator[Check]:
+    yield Check("versions", "k3", __version__)
+    yield Check("versions", "python", platform.python_version(), sys.executable)
+    for name in LIBRARIES:
+        try:
+            yield Check("versions", name, version(name))
+        except PackageNotFoundError:
+            # triton exists for Linux only, and only a GPU needs it
+            code = Exit.OK if name == "triton" else Exit.FAILED
+            yield Check("versions", name, "not installed", "" if name == "triton" else "reinstall k3cli", code)
+
+
+def machine() -> Iterator[Check]:
+    import torch
+
+    from k3cli.model.placement import available_memory, fast_bf16_cpu
+
+    yield Check("machine", "system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check("machine", "cores", str(cores), f"torch uses {torch.get_num_threads()} threads")
+    free = available_memory(torch.device("cpu"))
+    yield Check("machine", "memory free", "unknown" if free is None else human_bytes(free))
+    fast, what = fast_bf16_cpu()
+    yield Check("machine", "fast bf16 on the CPU", "yes" if fast else "no", what)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        yield Check("machine", "CUDA devices", "none", "torch sees none")
+    for index in range(count):
+        room, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_properties(index).name
+        yield Check("machine", f"cuda:{index}", name, f"{human_bytes(room)} of {human_bytes(total)} free")
+
+
+def paths(settings: Settings) -> Iterator[Check]:
+    from k3cli.model.digest import cache_dir
+    from k3cli.model.hub import hub_cache
+
+    source = "K3_HOME" if os.environ.get("K3_HOME") else "the platform's data directory"
+    yield Check("paths", "home", str(settings.home), source)
+    yield Check("paths", "sessions", str(settings.store_root))
+    there = "read" if settings.config_file.exists() else "absent: defaults apply"
+    yield Check("paths", "config file", str(settings.config_file), there)
+    yield Check(
+        "paths", "cache", str(cache_dir()), "K3_CACHE" if os.environ.get("K3_CACHE") else "the platform's cache"
+    )
+    yield Check("paths", "Hugging Face cache", str(hub_cache()))
+
+
+def settings_rows(settings: Settings) -> Iterator[Check]:
+    """Every key that is not at its default, and where its value came from."""
+    for key in KEYS:
+        if key in settings.sources:
+            yield Check("settings", key, str(getattr(settings, key)), settings.sources[key])
+    if not settings.sources:
+        yield Check("settings", "all", "defaults")
+
+
+def model(settings: Settings) -> Iterator[Check]:
+    """The model's files, the chosen device and type, and whether weights and state fit; nothing is loaded."""
+    from k3cli.chat.tokenizer import Tokenizer
+    from k3cli.model.checkpoint import open_checkpoint
+    from k3cli.model.config import ModelConfig
+    from k3cli.model.hub import resolve_model
+    from k3cli.model.network import DEFAULT_WINDOW
+    from k3cli.model.placement import available_memory, choose_device, choose_dtype, weights_memory
+    from k3cli.model.state import state_layout
+
+    why = settings.sources.get("model", "none configured: the shipped k3-nano")
+    try:
+        folder = resolve_model(settings.model_ref)
+        yield Check("model", "folder", str(folder), why)
+        config = ModelConfig.from_dir(folder)
+        kinds = f"{len(config.kda_layers)} KDA and {len(config.mla_layers)} MLA layers"
+        yield Check("model", "architecture", config.model_type, kinds)
+        yield Check("model", "context limit", f"{config.context_limit:,} tokens", "config.json")
+        files = open_checkpoint(folder, config)
+        shards = f"headers of all {len(files.shards)} files agree with config.json"
+        yield Check("model", "weight files", human_bytes(files.bytes_total), shards)
+        tokenizer = Tokenizer.from_dir(folder)
+        yield Check("model", "tokenizer", f"{tokenizer.n_vocab:,} ids", tokenizer.digest)
+        device, reason = choose_device(settings.device)
+        yield Check("chosen", "device", str(device), reason)
+        dtype, reason = choose_dtype(settings.dtype, device, config)
+        yield Check("chosen", "dtype", str(dtype).removeprefix("torch."), reason)
+        window = DEFAULT_WINDOW if settings.window is None else settings.window
+        yield Check("chosen", "window", f"{window} rows", settings.sources.get("window", "default"))
+        yield Check("chosen", "kernels", "reference (torch)", "the only implementation of every operation so far")
+        layout = state_layout(config, dtype)
+        yield from fit(
+            weights_memory(config, dtype), layout, available_memory(device), config.context_limit, str(device)
+        )
+    except K3Error as problem:
+        yield Check("model", "problem", str(problem), why, problem.exit_code)
+
+
+def fit(weights: int, layout: StateLayout, free: int | None, limit: int, device: str) -> Iterator[Check]:
+    """Weights, the fixed and the growing state, and what of it the device's free memory holds. Bytes; tokens."""
+    fixed, row = state_bytes(layout)
+    yield Check("fit", "weights", human_bytes(weights), f"in memory on {device}")
+    yield Check("fit", "state, fixed", human_bytes(fixed), "KDA layers, whatever the length")
+    yield Check(
+        "fit", "state, growing", f"{human_bytes(row)} a token", f"MLA layers; {human_bytes(row * limit)} at the limit"
+    )
+    if free is None:
+        yield Check("fit", "room", "unknown", "the system does not tell its free memory")
+        return
+    left = free - weights - fixed
+    if left < 0:
+        have = f"{human_bytes(free)} free on {device}"
+        yield Check("fit", "room", f"does not fit: {human_bytes(-left)} missing", have, Exit.NO_FIT)
+    else:
+        tokens = min(limit, left // row) if row else limit
+        reason = (
+            "the whole context" if tokens == limit else f"of {limit:,}: {human_bytes(left)} are left beside the weights"
+        )
+        yield Check("fit", "room", f"{tokens:,} tokens of context", reason)
+
+
+def state_bytes(layout: StateLayout) -> tuple[int, int]:
+    """Bytes of one sequence's checkpoint fields, and of the page fields per token."""
+    from k3_sessions.types import DTYPES
+
+    sizes = {"checkpoint": 0, "page": 0}
+    for field in layout.fields:
+        sizes[field.scope] += len(field.layers) * math.prod(field.shape) * DTYPES[field.dtype].itemsize
+    return sizes["checkpoint"], sizes["page"]
+
+
+def store_health(settings: Settings) -> Iterator[Check]:
+    """Whether every session can be listed, and what the store takes. State is not read: `k3 verify` does that."""
+    from k3_sessions.errors import StoreError
+
+    from k3cli.commands.runtime import open_store
+
+    if not settings.store_root.exists():
+        yield Check("store", "sessions", "none yet", "the folder is made with the first session")
+        return
+    try:
+        store = open_store(settings)
+        usage = store.usage()
+        broken = [entry for entry in usage.sessions if entry.error]
+        yield Check("store", "sessions", f"{len(usage.sessions)}", "k3 verify reads and hashes every object")
+        for entry in broken:
+            yield Check("store", entry.name, "cannot be read", entry.error, Exit.DAMAGED)
+        quota = "none" if usage.quota is None else human_bytes(usage.quota)
+        yield Check("store", "on disk", human_bytes(usage.allocated), f"quota {quota}; k3 du tells more")
+        if usage.quarantined:
+            yield Check("store", "quarantine", human_bytes(usage.quarantined), "kept by k3 repair")
+        low = usage.free < usage.floor
+        reason = f"{human_bytes(usage.floor)} are kept free" + ("; saving will be refused" if low else "")
+        yield Check("store", "disk free", human_bytes(usage.free), reason, Exit.NO_FIT if low else Exit.OK)
+    except StoreError as problem:
+        known = as_k3_error(problem)
+        assert known is not None
+        yield Check("store", "problem", str(known), "", known.exit_code)

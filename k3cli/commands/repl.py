@@ -1,0 +1,188 @@
+"""The prompt of a terminal: history, several lines, commands; Ctrl-C stops an answer, never the program."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3cli.commands.failures import as_k3_error
+from k3cli.commands.inputs import bind_tool_results, parse_tool_results
+from k3cli.commands.names import short_id
+from k3cli.commands.output import Printer
+from k3cli.commands.turns import run_turn, show
+from k3cli.errors import Exit, K3Error, UsageError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+    from k3cli.engine.conversation import Conversation
+    from k3cli.engine.sampling import Sampling
+
+HELP = {
+    "/help": "this list",
+    "/fork [NAME]": "go on in a fork; the session stays as it is",
+    "/undo": "take back the last turn",
+    "/result TEXT": "answer the open tool call (with several open: JSON, as for --tool-result)",
+    "/info": "the session: tokens, turn, model",
+    "/save": "save again after a failed save",
+    "/quit": "leave (Ctrl-D too); every finished turn is already saved",
+}
+KEYS = "Enter sends; Alt-Enter, Ctrl-J or a final \\ begins a new line; // sends a line that starts with /"
+_COMMAND = re.compile(r"/([a-z]*)(?:\s+(.*))?\s*", re.DOTALL)
+
+
+class Repl:
+    """One conversation at a terminal. `/fork` replaces the conversation."""
+
+    def __init__(
+        self, conversation: Conversation, printer: Printer, sampling: Sampling, fresh_name: Callable[[], str]
+    ) -> None:
+        """fresh_name: makes a session name that is free, for a `/fork` without one."""
+        self.conversation = conversation
+        self.fresh_name = fresh_name
+        self.printer = printer
+        self.sampling = sampling
+        self.leaving = False
+        self._warned = False
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": self._help,
+            "fork": self._fork,
+            "undo": self._undo,
+            "info": self._info,
+            "save": self._save,
+            "quit": self._quit,
+        }
+
+    def handle(self, text: str) -> Exit:
+        """One line of input. Failures are printed; the code is not OK only when the program should end."""
+        try:
+            match = _COMMAND.fullmatch(text)
+            if match and match[1] == "result":
+                return self._turn(self._results(match[2] or ""))
+            if match:
+                return self._command(match[1], (match[2] or "").strip())
+            return self._turn([{"role": "user", "content": text[1:] if text.startswith("//") else text}])
+        except Exception as problem:
+            known = as_k3_error(problem)
+            if known is None:
+                raise
+            self.printer.end()
+            self.printer.notice(f"error: {known}")
+            return Exit.OK
+
+    def _turn(self, messages: list[dict[str, Any]]) -> Exit:
+        self._warned = False
+        code = run_turn(self.conversation, messages, self.printer, self.sampling)
+        calls = self.conversation.open_calls()
+        if calls and code == Exit.OK:
+            names = ", ".join(f"{call['name']} (id {call['id']})" for call in calls)
+            self.printer.notice(f"waiting for the result of {names}: /result TEXT")
+        return Exit.OK if code == Exit.INTERRUPTED else code
+
+    def _results(self, text: str) -> list[dict[str, Any]]:
+        if not text.strip():
+            raise UsageError("/result without text", "/result TEXT")
+        return bind_tool_results(parse_tool_results(text, "/result"), self.conversation.open_calls())
+
+    def _command(self, name: str, argument: str) -> Exit:
+        if name not in self._commands:
+            raise UsageError(f"/{name} is not a command", ", ".join(word.split()[0] for word in HELP))
+        if argument and name != "fork":
+            raise UsageError(f"/{name} {argument}", f"/{name} alone")
+        if name != "quit":
+            self._warned = False
+        self._commands[name](argument)
+        return Exit.OK
+
+    def _help(self, _argument: str) -> None:
+        for word, meaning in HELP.items():
+            self.printer.notice(f"{word}: {meaning}")
+        self.printer.notice(KEYS)
+
+    def _fork(self, argument: str) -> None:
+        old = self.conversation
+        new = old.fork(argument or self.fresh_name())
+        self.conversation = new
+        old.close()
+        self.printer.notice(f"now in {new.name}; {old.name} stays as it was")
+
+    def _undo(self, _argument: str) -> None:
+        turn = self.conversation.undo(emit=lambda event: show(event, self.printer))
+        where = f"turn {short_id(turn)}" if turn else "the beginning"
+        self.printer.notice(f"took back the last turn; the next one goes on from {where}")
+
+    def _info(self, _argument: str) -> None:
+        for key, value in self.conversation.info().items():
+            self.printer.notice(f"{key}: {value}")
+
+    def _save(self, _argument: str) -> None:
+        if not self.conversation.queued:
+            self.printer.notice("nothing to save: every turn is on disk")
+        for event in self.conversation.save():
+            show(event, self.printer)
+
+    def _quit(self, _argument: str) -> None:
+        if self.conversation.queued and not self._warned:
+            self._warned = True
+            self.printer.notice(
+                f"{self.conversation.queued} turns are in memory only; /save tries again, /quit once more loses them"
+            )
+            return
+        self.leaving = True
+
+
+def repl(
+    conversation: Conversation, printer: Printer, sampling: Sampling, history: Path, fresh_name: Callable[[], str]
+) -> Exit:
+    """Ask, answer, until the user leaves. Returns the exit code."""
+    asking = _prompt_session(history)
+    chat = Repl(conversation, printer, sampling, fresh_name)
+    printer.notice("/help lists the commands; Ctrl-D leaves")
+    try:
+        while not chat.leaving:
+            try:
+                text = asking.prompt("> ")
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                text = "/quit"
+            if text.strip():
+                code = chat.handle(text.rstrip())
+                if code != Exit.OK:
+                    return code
+    finally:
+        chat.conversation.close()
+    return Exit.OK
+
+
+def _prompt_session(history: Path) -> PromptSession[str]:
+    """A multi-line prompt whose history only its owner can read."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.text.endswith("\\"):
+            buffer.delete_before_cursor(1)
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _newline(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    try:
+        history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(history, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+    except OSError as problem:
+        raise K3Error(f"{history}: {problem.strerror}", "a file k3 may write", "check K3_HOME") from None
+    return PromptSession(history=FileHistory(str(history)), multiline=True, key_bindings=keys)

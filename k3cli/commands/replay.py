@@ -1,0 +1,166 @@
+"""`k3 replay NAME`: run recorded turns again and compare; or show, score, or evaluate them into a new session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from k3cli.commands import options as opt
+from k3cli.commands.names import short_id
+from k3cli.commands.output import Printer
+from k3cli.errors import ReplayDiffers, UsageError
+
+if TYPE_CHECKING:
+    from k3_sessions.store import Store
+
+    from k3cli.config import Settings
+
+
+def command(
+    name: opt.SessionArgument,
+    first: Annotated[str | None, typer.Option("--from", metavar="TURN", help="First turn to run again.")] = None,
+    last: Annotated[str | None, typer.Option("--to", metavar="TURN", help="Last turn to run again.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the transcript; run nothing.")] = False,
+    score: Annotated[
+        bool,
+        typer.Option("--score", help="Log-likelihood of each turn under the current model, whatever its weights."),
+    ] = False,
+    into: Annotated[
+        str | None,
+        typer.Option("--into", metavar="NEW", help="Evaluate the turns under the current model into a new session."),
+    ] = None,
+    system: opt.System = None,
+    tools: opt.Tools = None,
+    effort: opt.Effort = None,
+    no_thinking: opt.NoThinking = False,
+    model: opt.Model = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    json: opt.Json = False,
+) -> None:
+    """Generate each recorded turn again from its inputs, schedule and seed; compare every token and kept checkpoint.
+
+    Exit 7 at a difference, which is printed with its position and margin.
+    """
+    from k3cli.commands.runtime import open_store, require_session, settings_from
+
+    wanted = [flag for flag, given in (("--show", show), ("--score", score), ("--into", into)) if given]
+    if len(wanted) > 1:
+        raise UsageError(" and ".join(wanted) + " together", "one of them")
+    if (first or last) and (score or into):
+        raise UsageError(
+            f"--from or --to with {wanted[0]}", "the whole session", f"fork it first: k3 fork {name} --at TURN"
+        )
+    if (system or tools or effort or no_thinking) and not into:
+        raise UsageError(
+            "--system, --tools, --effort or --no-thinking without --into", "--into NEW: another head is another session"
+        )
+    settings = settings_from(
+        {"effort": effort, "no_thinking": no_thinking, "model": model, "device": device, "dtype": dtype}
+    )
+    printer = Printer(json=json)
+    store = open_store(settings)
+    require_session(store, name)
+    start, stop = _range(store, name, first, last)
+    if show:
+        from k3cli.commands.transcript import print_transcript
+
+        print_transcript(store, settings, name, printer, start, stop)
+    elif into:
+        _into(store, settings, printer, name, into, system, tools)
+    elif score:
+        _score(store, settings, printer, name)
+    else:
+        _compare(store, settings, printer, name, start, stop)
+
+
+def _range(store: Store, name: str, first: str | None, last: str | None) -> tuple[int, int]:
+    """Turn numbers, from 1, both included."""
+    from k3cli.commands.names import resolve_turn
+
+    turns = store.log(name)
+    marks = store.session(name).marks
+    number = {turn.id: count for count, turn in enumerate(turns, 1)}
+    start = number[resolve_turn(turns, first, name, marks).id] if first else 1
+    stop = number[resolve_turn(turns, last, name, marks).id] if last else len(turns)
+    if start > stop:
+        raise UsageError(f"--from is turn {start}, --to is turn {stop}", "--from at or before --to")
+    return start, stop
+
+
+def _compare(store: Store, settings: Settings, printer: Printer, name: str, start: int, stop: int) -> None:
+    from k3cli.commands.runtime import load_engine
+    from k3cli.commands.turns import show
+    from k3cli.engine import events as ev
+    from k3cli.engine.replay import replay
+
+    engine = load_engine(settings, printer)
+    differences: list[ev.Difference] = []
+    turns = tokens = states = 0
+    for event in replay(engine, store, name, first=start, last=stop):
+        show(event, printer)
+        if isinstance(event, ev.TurnReplayed):
+            turns, tokens, states = turns + 1, tokens + event.tokens, states + (event.state == "equal")
+            if not any(found.number == event.number for found in differences):
+                printer.line(
+                    f"turn {event.number} {short_id(event.turn)}: {event.tokens:,} tokens equal, state {event.state}"
+                )
+        elif isinstance(event, ev.Difference):
+            differences.append(event)
+            printer.line(f"turn {event.number} {short_id(event.turn)}: differs {difference(event)}")
+    if differences:
+        raise ReplayDiffers(
+            f"replay of {name} differs, first in turn {differences[0].number} {difference(differences[0])}",
+            "what was recorded",
+            "the same build, device, dtype and window; k3 doctor shows them",
+        )
+    printer.line(f"replay of {name} is equal: {turns} turns, {tokens:,} generated tokens, {states} kept checkpoints")
+    printer.done(turns=turns, tokens=tokens, checkpoints=states, equal=True)
+
+
+def difference(event: Any) -> str:
+    """Where and by how much, in words."""
+    if event.field is not None:
+        size = "" if event.max_abs is None else f" by up to {event.max_abs:.3g}"
+        return f"at position {event.position}: state field {event.field}, layer {event.layer},{size} not equal"
+    margin = "" if event.margin is None else f", margin {event.margin:.3g}"
+    return f"at position {event.position}: token {event.recorded} recorded, {event.got} generated{margin}"
+
+
+def _score(store: Store, settings: Settings, printer: Printer, name: str) -> None:
+    from k3cli.commands.runtime import load_engine
+    from k3cli.commands.turns import show
+    from k3cli.engine import events as ev
+    from k3cli.engine.replay import score
+
+    engine = load_engine(settings, printer)
+    nats, tokens = 0.0, 0
+    for event in score(engine, store, name):
+        show(event, printer)
+        if isinstance(event, ev.Score):
+            nats, tokens = nats + event.nats, tokens + event.tokens
+            perplexity = "-" if event.perplexity is None else f"{event.perplexity:.3f}"
+            printer.line(
+                f"turn {event.number} {short_id(event.turn)}: answer {event.nats:.3f} nats, {event.tokens:,} tokens "
+                f"(perplexity {perplexity}), prompt {event.prompt_nats:.3f} nats over {event.prompt_tokens:,} tokens"
+            )
+    printer.done(nats=nats, tokens=tokens)
+
+
+def _into(
+    store: Store, settings: Settings, printer: Printer, name: str, new: str, system: str | None, tools: str | None
+) -> None:
+    from k3cli.commands.inputs import read_system, read_tools
+    from k3cli.commands.runtime import head_of, load_engine, refuse_existing
+    from k3cli.commands.turns import show
+    from k3cli.engine.replay import replay_into
+
+    refuse_existing(store, new)
+    head = head_of(settings, read_system(system), read_tools(tools), new=False)
+    engine = load_engine(settings, printer)
+    for event in replay_into(engine, store, name, new, head=head or None):
+        show(event, printer)
+    printer.end()
+    printer.line(new)
+    printer.done(name=new)

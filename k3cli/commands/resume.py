@@ -1,0 +1,68 @@
+"""`k3 resume NAME`: go on with a session, from its newest turn or an older one."""
+
+from __future__ import annotations
+
+from k3cli.commands import options as opt
+from k3cli.commands.inputs import read_request
+from k3cli.commands.output import Printer
+
+
+def command(
+    name: opt.SessionArgument,
+    dash: opt.Dash = None,
+    at: opt.At = None,
+    prompt: opt.Prompt = None,
+    add_tools: opt.AddTools = None,
+    tool_result: opt.ToolResult = None,
+    tool_choice: opt.ToolChoice = None,
+    response_format: opt.ResponseFormat = None,
+    hide_thinking: opt.HideThinking = False,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    seed: opt.Seed = None,
+    max_tokens: opt.MaxTokens = None,
+    model: opt.Model = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    require_cached: opt.RequireCached = False,
+    json: opt.Json = False,
+) -> None:
+    """Go on with a session: at a prompt, or one shot with -p TEXT, a pipe, or -.
+
+    With --at the session goes on from an older turn; it moves there when the first new turn is saved.
+    """
+    from k3cli.commands.names import find_turn
+    from k3cli.commands.runtime import open_store, require_session, settings_from
+    from k3cli.commands.talk import talk
+
+    settings = settings_from(
+        {
+            "hide_thinking": hide_thinking,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "model": model,
+            "device": device,
+            "dtype": dtype,
+            "require_cached": require_cached,
+        }
+    )
+    printer = Printer(json=json, hide_thinking=settings.hide_thinking)
+    request = read_request(
+        prompt,
+        dash,
+        tool_result=tool_result,
+        add_tools=add_tools,
+        tool_choice=tool_choice,
+        response_format=response_format,
+        json=json,
+    )
+    store = open_store(settings)
+    require_session(store, name)
+    turn = None if at is None else find_turn(store, name, at).id
+    talk(store, settings, printer, request, name, mode="resume", at=turn)

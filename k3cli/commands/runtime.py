@@ -1,0 +1,116 @@
+"""What most commands start from: settings, the store, a loaded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from k3cli.commands.output import Printer, human_bytes
+from k3cli.config import Settings, load_settings
+from k3cli.errors import SessionError
+
+if TYPE_CHECKING:
+    from k3_sessions.config import StoreConfig
+    from k3_sessions.store import Store
+
+    from k3cli.engine.engine import Engine
+    from k3cli.engine.sampling import Sampling
+    from k3cli.model.weights import LoadProgress
+
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+HEAD_KEYS = ("effort", "thinking")
+
+
+def store_config(settings: Settings) -> StoreConfig:
+    """The store's settings: its own defaults, changed where the user set a key."""
+    from k3_sessions.config import StoreConfig
+
+    asked = {
+        "quota_bytes": settings.quota,
+        "free_floor_bytes": settings.free_floor,
+        "force_network_fs": settings.force_network_fs,
+    }
+    kept = {"last": settings.keep_last, "max_kept": settings.keep_max, "log_spaced": settings.keep_log_spaced}
+    config = replace(StoreConfig(), **_given(asked))
+    return replace(config, thinning=replace(config.thinning, **_given(kept)))
+
+
+def open_store(settings: Settings) -> Store:
+    from k3_sessions.store import Store
+
+    return Store.open(settings.store_root, config=store_config(settings))
+
+
+def require_session(store: Store, name: str) -> None:
+    """Refuse a session that is not there, before minutes are spent on loading a model."""
+    store.session(name)
+
+
+def refuse_existing(store: Store, name: str) -> None:
+    if store.exists(name):
+        raise SessionError(
+            f"session {name} exists", "a new name", f"choose another, or go on with it: k3 resume {name}"
+        )
+
+
+def loading_bar(printer: Printer) -> Callable[[LoadProgress], None]:
+    """What a model loader reports to: a bar with bytes and rate, on a terminal."""
+
+    def progress(step: LoadProgress) -> None:
+        size, rate = human_bytes(step.bytes_total), human_bytes(step.rate)
+        printer.progress("loading", step.bytes_done, step.bytes_total, f"of {size}", f"{rate}/s")
+
+    return progress
+
+
+def load_engine(settings: Settings, printer: Printer) -> Engine:
+    """Load the configured model, with a bar on a terminal and a line when it is the shipped one."""
+    if settings.model is None:
+        printer.notice("no model configured: using the shipped k3-nano (set K3_MODEL or --model)")
+    from k3cli.engine.engine import Engine
+
+    engine = Engine.load(
+        settings.model_ref,
+        device=settings.device,
+        dtype=settings.dtype,
+        progress=loading_bar(printer),
+        **_given({"window": settings.window}),
+    )
+    printer.clear_bar()
+    for line in engine.notices:
+        printer.notice(line)
+    return engine
+
+
+def sampling_of(settings: Settings) -> Sampling:
+    """How to draw: the engine's defaults, changed where the user set a key."""
+    from k3cli.engine.sampling import Sampling
+
+    return Sampling(**_given({key: getattr(settings, key) for key in SAMPLING_KEYS}))
+
+
+def settings_from(options: Mapping[str, Any]) -> Settings:
+    """Settings with command-line values, where switches that were not given count as not set."""
+    known = {key: (value if value is not False else None) for key, value in options.items()}
+    if known.pop("no_thinking", None):
+        known["thinking"] = False
+    return load_settings(known)
+
+
+def head_of(settings: Settings, system: str | None, tools: list[dict[str, Any]] | None, *, new: bool) -> dict[str, Any]:
+    """What to ask of a session's head.
+
+    A new session takes every setting; an existing one is only asked for what the command line itself says, since a
+    preference in a file must not turn an old session away.
+    """
+    head: dict[str, Any] = {"system": system, "tools": tools}
+    for key in HEAD_KEYS:
+        source = settings.sources.get(key, "")
+        if source.startswith("--") or (new and source):
+            head[key] = getattr(settings, key)
+    return _given(head)
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,78 @@
+"""What `chat`, `resume` and `fork -p` do once their conversation is open: one turn, or the prompt of a terminal."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from k3cli.commands.inputs import Request, bind_tool_results
+from k3cli.commands.names import new_name
+from k3cli.commands.output import Printer
+from k3cli.commands.repl import repl
+from k3cli.commands.runtime import head_of, load_engine, sampling_of
+from k3cli.commands.turns import finish, run_turn, show
+from k3cli.config import Settings
+
+if TYPE_CHECKING:
+    from k3_sessions.store import Store
+
+    from k3cli.engine.conversation import Conversation, Mode
+
+
+def talk(
+    store: Store,
+    settings: Settings,
+    printer: Printer,
+    request: Request,
+    name: str,
+    *,
+    mode: Mode,
+    new: str | None = None,
+    at: str | None = None,
+    system: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+) -> None:
+    """Load the model, open the conversation, and answer. See `Conversation.open` for mode, new and at (a turn id).
+
+    Raises typer.Exit with the code of a signal or a closed pipe, after the turn is saved.
+    """
+    from k3cli.engine.conversation import Conversation
+
+    sampling = sampling_of(settings)
+    engine = load_engine(settings, printer)
+    conversation = Conversation.open(
+        engine,
+        store,
+        name,
+        mode=mode,
+        new=new,
+        at=at,
+        head=head_of(settings, system, tools, new=mode == "create"),
+        require_cached=settings.require_cached,
+        emit=lambda event: show(event, printer),
+    )
+    if not request.one_shot:
+        free = partial(new_name, store.exists)
+        finish(repl(conversation, printer, sampling, settings.home / "history", free))
+        return
+    with conversation:
+        code = run_turn(
+            conversation,
+            messages_of(request, conversation),
+            printer,
+            sampling,
+            tools=request.add_tools,
+            tool_choice=request.tool_choice,
+            response_format=request.response_format,
+        )
+    finish(code)
+
+
+def messages_of(request: Request, conversation: Conversation) -> list[dict[str, Any]]:
+    """The new messages of a one-shot run: tool results first, then the prompt."""
+    messages: list[dict[str, Any]] = []
+    if request.results is not None:
+        messages += bind_tool_results(request.results, conversation.open_calls())
+    if request.prompt is not None:
+        messages.append({"role": "user", "content": request.prompt})
+    return messages

@@ -1,0 +1,122 @@
+"""Printing what a conversation says, and running one turn so that every way out leaves it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from k3cli.commands.names import short_id
+from k3cli.commands.output import Printer, human_bytes
+from k3cli.commands.signals import Cancel, cancel_on_signals
+from k3cli.engine import events as ev
+from k3cli.errors import Exit
+
+if TYPE_CHECKING:
+    from k3cli.engine.conversation import Conversation
+    from k3cli.engine.sampling import Sampling
+
+
+def show(event: ev.Event, printer: Printer) -> None:
+    """One event: as NDJSON, or for people (answer on stdout, the rest on stderr)."""
+    printer.raw_event(event.to_json())
+    if isinstance(event, ev.Notice):
+        printer.notice(event.message)
+    elif isinstance(event, ev.Progress):
+        printer.progress(event.stage, event.done, event.total, f"{event.done:,} of {event.total:,} {event.unit}")
+    elif printer.json:
+        return
+    elif isinstance(event, ev.Text):
+        printer.answer(event.text)
+    elif isinstance(event, ev.Thinking):
+        printer.thinking(event.text)
+    elif isinstance(event, ev.ToolCall):
+        printer.notice(f"tool call {event.id}: {event.name} {event.arguments}")
+    elif isinstance(event, ev.Malformed):
+        printer.notice(f"the model left the chat format: {event.reason} ({event.detail})")
+    elif isinstance(event, ev.SessionOpened):
+        printer.notice(_opened(event))
+    elif isinstance(event, ev.Stopped) and event.reason in ("length", "cancelled"):
+        why = {"length": "the answer reached its length limit", "cancelled": "the answer was stopped"}
+        printer.notice(f"{why[event.reason]} after {event.generated:,} tokens")
+    elif isinstance(event, (ev.Saved, ev.NotSaved)):
+        printer.end()
+        printer.notice(_saved(event))
+
+
+def run_turn(
+    conversation: Conversation,
+    messages: Sequence[Mapping[str, Any]],
+    printer: Printer,
+    sampling: Sampling,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: str | None = None,
+    response_format: Mapping[str, Any] | None = None,
+) -> Exit:
+    """One turn, printed as it comes. Ctrl-C, SIGTERM and a closed stdout stop the answer; the turn is saved.
+
+    Returns the exit code: OK, or the code of what stopped the answer.
+    """
+    with cancel_on_signals() as cancel:
+        events = conversation.turn(
+            messages,
+            sampling,
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+            cancel=cancel.is_set,
+        )
+        code = drain(events, printer, cancel)
+    printer.end()
+    return code
+
+
+def drain(events: Iterable[ev.Event], printer: Printer, cancel: Cancel) -> Exit:
+    """Print every event; when stdout is closed under us, ask for the end and go on to the save without printing."""
+    for event in events:
+        if cancel.code == Exit.BROKEN_PIPE:
+            continue
+        try:
+            show(event, printer)
+        except BrokenPipeError:
+            cancel(Exit.BROKEN_PIPE)
+            printer.abandon()
+    return cancel.code
+
+
+def finish(code: Exit) -> None:
+    """End the command with the code of a stopped answer; OK returns."""
+    if code != Exit.OK:
+        import typer
+
+        raise typer.Exit(int(code))
+
+
+def _opened(event: ev.SessionOpened) -> str:
+    if event.how == "created":
+        shared = f", {event.reused:,} tokens of its head reused from the store" if event.reused else ""
+        return f"new session {event.name}{shared}"
+    if event.how == "ephemeral":
+        what = f"a fork of {event.source} that leaves nothing on disk"
+    elif event.how == "forked":
+        what = f"new session {event.name}, forked from {event.source}"
+    else:
+        what = f"resumed session {event.name}"
+    at = f" at turn {short_id(event.turn)}" if event.turn else ""
+    return (
+        f"{what}{at}: {event.tokens:,} tokens, reused {event.reused:,}, replayed {event.replayed:,}, "
+        f"pending {event.pending:,}"
+    )
+
+
+def _saved(event: ev.Saved | ev.NotSaved) -> str:
+    counts = (
+        f"reused {event.reused:,}, replayed {event.replayed:,}, prefilled {event.prefilled:,}, "
+        f"generated {event.generated:,}"
+    )
+    if isinstance(event, ev.Saved):
+        written = f"{human_bytes(event.bytes_written)} written in {event.seconds:.2f} s"
+        return f"saved {event.session} turn {short_id(event.turn)}: {counts}; {written}"
+    if event.reason == "ephemeral":
+        return f"not saved (ephemeral): {counts}"
+    return f"NOT saved ({event.reason}): {counts}; {event.queued} turns wait in memory for the next save"

@@ -1,0 +1,215 @@
+"""Settings of one run: defaults < `$K3_HOME/config.toml` < environment `K3_*` < command-line options.
+
+Every key has one name everywhere: `top_p` in the file, `K3_TOP_P` in the environment, `--top-p` on the command line.
+Keys that are None here have their default in the component that owns them (sampling, the store).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from k3cli.errors import UsageError
+
+NANO = Path(__file__).parent / "assets" / "k3-nano"
+"""The model that ships with the package, used when no other is configured."""
+
+ENV_ONLY = {
+    "K3_HOME": "folder of sessions, history and config.toml",
+    "K3_CACHE": "folder of recomputable files (weights digests)",
+    "K3_DEBUG": "1: show tracebacks",
+}
+"""Environment variables without a key in the file: they are needed before the file can be found."""
+
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+_COUNT = "a whole number, at least 1"
+
+
+class _InvalidError(ValueError):
+    """What a value should have been; the caller adds which key and where it came from."""
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _InvalidError("a non-empty string")
+    return value
+
+
+def _choice(*names: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise _InvalidError("one of " + ", ".join(names))
+        return str(value)
+
+    return parse
+
+
+def _device(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise _InvalidError("auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if isinstance(value, str) and value.lower() in known:
+        return known[value.lower()]
+    raise _InvalidError("true or false")
+
+
+def _number(kind: type[int] | type[float], low: float, high: float, what: str) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise _InvalidError(what)
+        try:
+            number = kind(value)
+        except ValueError:
+            raise _InvalidError(what) from None
+        if not low <= number <= high or (kind is int and isinstance(value, float) and value != number):
+            raise _InvalidError(what)
+        return number
+
+    return parse
+
+
+def parse_bytes(value: Any) -> int:
+    """`"200 GB"`, `"1.5GiB"` or a count of bytes -> bytes. Raises ValueError saying what was expected."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    )
+    unit = match[2].upper() if match else ""
+    unit = unit if unit in _SIZES else unit + "B"
+    if match is None or unit not in _SIZES:
+        raise _InvalidError("bytes, as 500000000, 200 GB or 1.5 GiB")
+    return int(float(match[1]) * _SIZES[unit])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Effective values. `sources` says for each key that is not a default where its value came from."""
+
+    home: Path
+    """Everything k3 writes for the user: sessions, history, config.toml."""
+
+    model: str | None = field(default=None, metadata={"parse": _text})
+    """Model folder or hub id in the local Hugging Face cache. None: the shipped nano model."""
+    device: str = field(default="auto", metadata={"parse": _device})
+    dtype: str = field(default="auto", metadata={"parse": _choice("auto", "float32", "bfloat16")})
+    window: int | None = field(default=None, metadata={"parse": _number(int, 1, 64, "a whole number from 1 to 64")})
+    """Rows of one decode or verify step, tokens."""
+
+    effort: str | None = field(default=None, metadata={"parse": _choice("low", "high", "max")})
+    thinking: bool = field(default=True, metadata={"parse": _boolean})
+    hide_thinking: bool = field(default=False, metadata={"parse": _boolean})
+
+    temperature: float | None = field(default=None, metadata={"parse": _number(float, 0, 100, "from 0 to 100")})
+    top_p: float | None = field(default=None, metadata={"parse": _number(float, 0, 1, "from 0 to 1")})
+    top_k: int | None = field(default=None, metadata={"parse": _number(int, 0, 2**31, "a whole number, 0: no limit")})
+    min_p: float | None = field(default=None, metadata={"parse": _number(float, 0, 1, "from 0 to 1")})
+    seed: int | None = field(
+        default=None, metadata={"parse": _number(int, 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1")}
+    )
+    max_tokens: int | None = field(default=None, metadata={"parse": _number(int, 1, 2**31, _COUNT)})
+    """Longest answer, tokens, thinking included."""
+    require_cached: bool = field(default=False, metadata={"parse": _boolean})
+    """Refuse to evaluate old tokens again."""
+
+    quota: int | None = field(default=None, metadata={"parse": parse_bytes})
+    """Most bytes the store may take on disk."""
+    free_floor: int | None = field(default=None, metadata={"parse": parse_bytes})
+    """Bytes of the disk the store leaves free."""
+    keep_last: int | None = field(default=None, metadata={"parse": _number(int, 1, 10**6, _COUNT)})
+    """Newest turns of a session that keep their KDA checkpoint."""
+    keep_max: int | None = field(default=None, metadata={"parse": _number(int, 1, 10**6, _COUNT)})
+    """Most KDA checkpoints of a session kept by age; fork points and marks come on top."""
+    keep_log_spaced: bool | None = field(default=None, metadata={"parse": _boolean})
+    """Also keep one KDA checkpoint for each doubling of age."""
+    force_network_fs: bool | None = field(default=None, metadata={"parse": _boolean})
+    """Use a store on a network file system all the same."""
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def store_root(self) -> Path:
+        return self.home / "sessions"
+
+    @property
+    def config_file(self) -> Path:
+        return self.home / "config.toml"
+
+    @property
+    def model_ref(self) -> str:
+        """The model to load: the configured one, or the shipped nano."""
+        return self.model if self.model is not None else str(NANO)
+
+
+KEYS: Mapping[str, Callable[[Any], Any]] = {
+    f.name: f.metadata["parse"] for f in fields(Settings) if "parse" in f.metadata
+}
+"""Every configurable key and how its value is checked."""
+
+
+def load_settings(options: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> Settings:
+    """The effective settings.
+
+    `options` are command-line values by key; None means not given. `env` defaults to the process environment.
+    Raises UsageError naming the key, where it came from, and what is valid there.
+    """
+    env = os.environ if env is None else env
+    home = Path(env.get("K3_HOME") or platformdirs.user_data_dir("k3cli", appauthor=False)).expanduser()
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def take(key: str, value: Any, source: str) -> None:
+        try:
+            values[key] = KEYS[key](value)
+        except _InvalidError as problem:
+            raise UsageError(f"{source} is {value!r}", str(problem)) from None
+        sources[key] = source
+
+    for key, value in _read_file(home / "config.toml").items():
+        take(key, value, f"{key} in {home / 'config.toml'}")
+    for name, value in sorted(env.items()):
+        if not name.startswith("K3_") or name in ENV_ONLY or value == "":
+            continue
+        key = name[3:].lower()
+        if key not in KEYS or name != name.upper():
+            valid = ", ".join(sorted({*ENV_ONLY, *("K3_" + key.upper() for key in KEYS)}))
+            raise UsageError(f"environment variable {name} is not known", f"one of {valid}", "unset or correct it")
+        take(key, value, name)
+    for key, value in (options or {}).items():
+        if value is not None:
+            take(key, value, "--" + key.replace("_", "-"))
+    return Settings(home=home, **values, sources=sources)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The keys of config.toml; {} when there is no such file."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as problem:
+        raise UsageError(f"{path} cannot be read ({problem.strerror})", "a readable file or none") from None
+    try:
+        data = tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{path} is not TOML: {problem}", 'lines like device = "cpu"') from None
+    for key in data:
+        if key not in KEYS:
+            raise UsageError(f"unknown key {key!r} in {path}", "one of " + ", ".join(KEYS), "remove or correct it")
+    return data
