@@ -6,19 +6,29 @@ different bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from k3_sessions.config import StoreConfig
+from k3_sessions.store import Store
 from k3_sessions.types import FieldSpec, StateLayout
 from torch import Tensor
 
+from k3cli.chat.renderer import renderer_of
+from k3cli.chat.tokenizer import Tokenizer
+from k3cli.engine import events as ev
+from k3cli.engine.conversation import Conversation
+from k3cli.engine.engine import Engine
+from k3cli.engine.sampling import Sampling
 from k3cli.engine.timeline import Timeline
 
-VOCAB = 384
+VOCAB = 512  # 256 bytes and 256 specials
 WIDTH = 16
 DECAY = 0.9
 LAYOUT = StateLayout(
@@ -52,11 +62,10 @@ class FakeState:
         rows = torch.stack(self.rows[start:stop]) if stop > start else torch.zeros(0, WIDTH)
         return rows.numpy()[None].copy()
 
-    def load(self, position: int, checkpoint: Mapping[str, Any], pages: Mapping[str, Any]) -> None:
-        recurrent = torch.from_numpy(np.array(checkpoint["recurrent"][0]))
-        rows = list(torch.from_numpy(np.array(pages["kv_latent"][0, :position])).unbind(0))
-        assert len(rows) == position
-        self.recurrent, self.rows = recurrent, rows
+    def load(self, restored: Any) -> None:
+        recurrent = torch.from_numpy(np.array(restored.checkpoint()["recurrent"][0]))
+        rows = torch.from_numpy(np.array(restored.page_rows("kv_latent", 0, restored.position)[0]))
+        self.recurrent, self.rows = recurrent, list(rows.unbind(0))
 
 
 class FakeModel:
@@ -66,6 +75,7 @@ class FakeModel:
         self.embed = torch.randn(VOCAB, WIDTH, generator=maker)
         self.out = torch.randn(2 * WIDTH, VOCAB, generator=maker)
         self.calls: list[tuple[str, int]] = []
+        self.script: dict[int, int] = {}  # position -> the id that is drawn there
         self.fail_at: int | None = None
 
     def state_layout(self) -> StateLayout:
@@ -74,11 +84,17 @@ class FakeModel:
     def new_state(self) -> FakeState:
         return FakeState()
 
+    def reply_at(self, position: int, ids: Sequence[int]) -> None:
+        self.script.update(enumerate(ids, position))
+
     def _logits(self, recurrent: Tensor, rows: list[Tensor]) -> Tensor:
         mean = torch.zeros(WIDTH)
         for row in rows[-64:]:
             mean = mean + row / 64
-        return torch.cat([recurrent, mean]) @ self.out
+        logits = torch.cat([recurrent, mean]) @ self.out
+        if len(rows) in self.script:
+            logits[self.script[len(rows)]] += 200
+        return logits
 
     def prefill(self, ids: Tensor, state: FakeState, *, logits: str = "last") -> Tensor | None:
         self.calls.append(("prefill", len(ids)))
@@ -140,7 +156,83 @@ def state_bytes() -> Callable[[Any], Mapping[str, bytes]]:
     def read(timeline: Timeline) -> Mapping[str, bytes]:
         source = timeline.snapshot()
         fields = {name: array.tobytes() for name, array in source.checkpoint().items()}
-        layout = SimpleNamespace(pages=["kv_latent"])
-        return fields | {name: source.page_rows(name, 0, source.position).tobytes() for name in layout.pages}
+        return fields | {"kv_latent": source.page_rows("kv_latent", 0, source.position).tobytes()}
 
     return read
+
+
+@pytest.fixture(scope="session")
+def byte_vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder's small files: one rank per byte, K3's specials on top."""
+    folder = tmp_path_factory.mktemp("vocab")
+    lines = (base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
+    (folder / "tiktoken.model").write_bytes(b"".join(lines))
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k3"}))
+    return folder
+
+
+@pytest.fixture
+def make_fake_engine(byte_vocab: Path) -> Callable[..., Engine]:
+    def make(model: FakeModel | None = None, weights: str = "sha256:fake", limit: int = 8192) -> Engine:
+        tokenizer = Tokenizer.from_dir(byte_vocab)
+        return Engine(
+            model or FakeModel(),
+            tokenizer,
+            renderer_of(tokenizer),
+            weights_digest=weights,
+            name="fake",
+            context_limit=limit,
+        )
+
+    return make
+
+
+@pytest.fixture
+def fake_engine(make_fake_engine: Callable[..., Engine]) -> Engine:
+    return make_fake_engine()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    found = Store.open(tmp_path / "store", config=StoreConfig(free_floor_bytes=0, free_floor_share=0.0))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def talk() -> Callable[..., list[ev.Event]]:
+    """Run a turn to its end. reply: what the fake model is made to say, as text (the ids that end it are added)."""
+
+    def run(
+        conversation: Conversation,
+        text: str | None = "Hello",
+        reply: str | Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Sampling | None = None,
+        **options: Any,
+    ) -> list[ev.Event]:
+        asked = messages if messages is not None else [{"role": "user", "content": text}]
+        events = []
+        for event in conversation.turn(
+            asked, sampling or Sampling(seed=7, max_tokens=20 if reply is None else 200), **options
+        ):
+            if isinstance(event, ev.Prompt) and reply is not None:
+                ids = answer_ids(conversation.engine, reply) if isinstance(reply, str) else reply
+                conversation.engine.model.reply_at(event.reused + event.prefill, ids)
+            events.append(event)
+        return events
+
+    return run
+
+
+def answer_ids(engine: Engine, text: str, thinking: bool = True) -> list[int]:
+    """The ids of an answer after the generation prompt, through the renderer."""
+    renderer = engine.renderer
+    context = renderer.new_context(thinking)
+    whole = renderer.render_message({"role": "assistant", "content": text}, context)
+    return whole[len(renderer.generation_prompt(thinking)) :]
+
+
+@pytest.fixture
+def answer() -> Callable[..., list[int]]:
+    return answer_ids
