@@ -61,14 +61,13 @@ Effort = Annotated[
 NoThinking = Annotated[bool, typer.Option("--no-thinking", help="New session without thinking.")]
 HideThinking = Annotated[bool, typer.Option("--hide-thinking", help="Do not show thinking on stderr.")]
 
-Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy.", show_default=False)]
-TopP = Annotated[float | None, typer.Option("--top-p", show_default=False)]
-TopK = Annotated[int | None, typer.Option("--top-k", help="0 keeps all.", show_default=False)]
-MinP = Annotated[float | None, typer.Option("--min-p", show_default=False)]
-Seed = Annotated[int | None, typer.Option("--seed", help="Default: the session's own.", show_default=False)]
-MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", help="Longest answer, thinking included.", show_default=False)
-]
+# Numbers arrive as text: the settings check them, so that a bad one reads the same from every source.
+Temperature = Annotated[str | None, typer.Option("--temperature", "-t", metavar="X", help="0 is greedy.")]
+TopP = Annotated[str | None, typer.Option("--top-p", metavar="X", help="Above 0, at most 1; 1 keeps all.")]
+TopK = Annotated[str | None, typer.Option("--top-k", metavar="N", help="0 keeps all.")]
+MinP = Annotated[str | None, typer.Option("--min-p", metavar="X", help="From 0 to 1; 0 keeps all.")]
+Seed = Annotated[str | None, typer.Option("--seed", metavar="N", help="Default: the session's own.")]
+MaxTokens = Annotated[str | None, typer.Option("--max-tokens", metavar="N", help="Longest answer, thinking included.")]
 RequireCached = Annotated[
     bool, typer.Option("--require-cached", help="Refuse (exit 6) rather than evaluate old tokens again.")
 ]

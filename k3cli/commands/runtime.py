@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from k3cli.commands.output import Printer, human_bytes
 from k3cli.config import Settings, load_settings
-from k3cli.errors import SessionError
+from k3cli.errors import K3Error, SessionError
 
 if TYPE_CHECKING:
     from k3_sessions.config import StoreConfig
@@ -37,8 +37,13 @@ def store_config(settings: Settings) -> StoreConfig:
 
 
 def open_store(settings: Settings) -> Store:
+    """The store under K3_HOME; a home made here is its owner's alone."""
     from k3_sessions.store import Store
 
+    try:
+        settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as problem:
+        raise K3Error(f"{settings.home}: {problem.strerror}", "a folder k3 may make", "set K3_HOME to one") from None
     return Store.open(settings.store_root, config=store_config(settings))
 
 

@@ -1,0 +1,122 @@
+"""Running `k3` in this process or in one of its own, with a scripted model and a private home."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from k3cli.main import main
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """stdout as NDJSON; every line must be an object with `v` and `type`."""
+        found = [json.loads(line) for line in self.out.splitlines()]
+        assert all(event["v"] == 1 and isinstance(event["type"], str) for event in found)
+        return found
+
+    def one(self, kind: str) -> dict[str, Any]:
+        (event,) = [event for event in self.events if event["type"] == kind]
+        return event
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="session")
+def scripted() -> ModuleType:
+    """The module with the scripted model; tests have no package, so it is loaded from its file."""
+    spec = importlib.util.spec_from_file_location("scripted_k3", HERE / "scripted_k3.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, private_home: Path) -> None:
+    """Only the K3_ variables of the test itself; no free-space floor, as test disks may be nearly full."""
+    for name in list(os.environ):
+        if name.startswith("K3_") and name not in ("K3_HOME", "K3_CACHE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("K3_FREE_FLOOR", "0")
+
+
+@pytest.fixture
+def k3(
+    scripted: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Result]]:
+    """Run the command line in this process. stdin: text that is piped in; None is a terminal nobody types at."""
+    from k3cli.engine.engine import Engine
+
+    monkeypatch.setattr(Engine, "load", staticmethod(scripted.load))
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*args: str, stdin: str | bytes | None = None, **load: Any) -> Result:
+        if load:
+            monkeypatch.setattr(Engine, "load", staticmethod(lambda ref, **_: scripted.load(ref, **load)))
+        raw = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", Terminal() if raw is None else io.TextIOWrapper(io.BytesIO(raw)))
+        monkeypatch.setattr(sys, "argv", ["k3", *args])
+        capsys.readouterr()
+        code = main()
+        captured = capsys.readouterr()
+        return Result(int(code), captured.out, captured.err)
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def process_env() -> dict[str, str]:
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "sessions"))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture
+def spawn(process_env: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `k3` with the scripted model as a process of its own, all three streams piped unless told otherwise."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "scripted_k3.py"), *args],
+            env={**process_env, **(env or {})},
+            text=True,
+            **{**pipes, **options},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

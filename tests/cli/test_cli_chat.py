@@ -1,0 +1,249 @@
+"""Turns through the command line: where things are printed, what is saved, resumed, forked and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from k3cli.errors import Exit
+
+TOOLS = [{"type": "function", "function": {"name": n, "description": n, "parameters": {}}} for n in ("read", "write")]
+
+
+def test_stdout_is_the_answer_and_nothing_else(k3) -> None:
+    done = k3("chat", "-s", "a", "-p", "think hard")
+    assert (done.code, done.out) == (0, "hard\n")
+    assert "pondering hard" in done.err
+    assert "new session a" in done.err
+    assert "no model configured: using the shipped k3-nano" in done.err
+    assert "\x1b" not in done.out + done.err
+    assert "\r" not in done.out + done.err
+    hidden = k3("chat", "-s", "b", "-p", "think hard", "--hide-thinking", "--model", "m")
+    assert "pondering" not in hidden.err
+    assert "k3-nano" not in hidden.err
+
+
+@pytest.mark.parametrize("how", ["pipe", "dash", "option dash"])
+def test_a_prompt_from_stdin(k3, how) -> None:
+    args = {"pipe": (), "dash": ("-",), "option dash": ("-p", "-")}[how]
+    done = k3("chat", *args, stdin="from a pipe\n")
+    assert (done.code, done.out) == (0, "You said: from a pipe\n")
+
+
+def test_an_existing_name_is_resumed_and_said_to_be(k3) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    done = k3("chat", "-s", "a", "-p", "two")
+    assert done.code == 0
+    assert "resumed session a" in done.err
+    again = k3("resume", "a", "-p", "three")
+    assert (again.code, again.out) == (0, "You said: three\n")
+    assert k3("log", "a", "--json").one("done")["turns"] == 3
+
+
+def test_new_insists_on_a_new_name(k3) -> None:
+    assert k3("chat", "-s", "a", "--new", "-p", "one").code == 0
+    done = k3("chat", "-s", "a", "--new", "-p", "two")
+    assert done.code == Exit.SESSION
+    assert done.out == ""
+    assert "session a exists" in done.err
+    assert k3("log", "a", "--json").one("done")["turns"] == 1
+
+
+def test_without_a_session_a_name_is_made_up_and_said(k3) -> None:
+    done = k3("chat", "-p", "one", "--json")
+    name = done.one("session")["name"]
+    assert done.one("session")["how"] == "created"
+    assert f"{name}" in k3("ls").out
+
+
+def test_events_are_ndjson_and_the_last_is_done(k3) -> None:
+    done = k3("chat", "-s", "a", "-p", "think hard", "--json")
+    events = done.events
+    assert events[-1]["type"] == "done"
+    assert events[-1]["saved"] is True
+    assert "".join(e["text"] for e in events if e["type"] == "text") == "hard"
+    assert "".join(e["text"] for e in events if e["type"] == "thinking") == "pondering hard"
+    order = [e["type"] for e in events if e["type"] not in ("text", "thinking")]
+    assert order == ["session", "prompt", "stopped", "saved", "done"]
+    saved = done.one("saved")
+    assert (saved["reused"], saved["replayed"]) == (0, 0)
+    assert saved["bytes_written"] > 0
+    resumed = k3("chat", "-s", "a", "-p", "again", "--json").one("saved")
+    assert resumed["reused"] == saved["position"]
+    assert resumed["replayed"] == 0
+
+
+def test_a_failure_ends_the_events_with_error(k3) -> None:
+    done = k3("resume", "nobody", "-p", "x", "--json")
+    assert done.code == Exit.SESSION
+    assert done.events[-1]["type"] == "error"
+    assert done.events[-1]["exit_code"] == 6
+    assert "nobody" in done.events[-1]["found"]
+    assert len(done.err.splitlines()) == 1
+
+
+def test_the_head_is_fixed_when_a_session_begins(k3, tmp_path) -> None:
+    system = tmp_path / "system.txt"
+    system.write_text("Be brief.")
+    assert k3("chat", "-s", "a", "--system", str(system), "--effort", "low", "-p", "x").code == 0
+    # the same words again are fine: a loop can repeat its command line
+    assert k3("chat", "-s", "a", "--system", str(system), "--effort", "low", "-p", "x").code == 0
+    done = k3("chat", "-s", "a", "--effort", "high", "-p", "x")
+    assert done.code == Exit.SESSION
+    assert "effort" in done.err
+    assert "--into" in done.err
+
+
+def test_a_preference_in_the_environment_does_not_turn_an_old_session_away(k3, monkeypatch) -> None:
+    k3("chat", "-s", "a", "-p", "x")
+    monkeypatch.setenv("K3_EFFORT", "low")
+    assert k3("chat", "-s", "a", "-p", "x").code == 0
+    k3("chat", "-s", "b", "-p", "x")
+    assert k3("show", "b", "--json").one("session")["fixed"]["head"]["effort"] == "low"
+
+
+def test_no_thinking(k3) -> None:
+    done = k3("chat", "-s", "a", "--no-thinking", "-p", "x", "--json")
+    assert done.code == 0
+    assert k3("show", "a", "--json").one("session")["fixed"]["head"]["thinking"] is False
+
+
+def test_a_shell_loop_can_drive_tools(k3, tmp_path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps(TOOLS))
+    done = k3("chat", "-s", "a", "--tools", str(tools), "-p", "call read", "--json")
+    assert done.code == 0
+    call = done.one("tool_call")
+    assert call["name"] == "read"
+    assert json.loads(call["arguments"]) == {"x": "1"}
+    assert done.events[-1]["reason"] == "tool_calls"
+    result = tmp_path / "result.txt"
+    result.write_text("contents")
+    answer = k3("chat", "-s", "a", "--tools", str(tools), "--tool-result", str(result))
+    assert (answer.code, answer.out) == (0, "The tool said: contents\n")
+    late = k3("chat", "-s", "a", "--tool-result", str(result))
+    assert late.code == Exit.USAGE
+    assert "no tool call is open" in late.err
+
+
+def test_several_calls_want_several_results(k3, tmp_path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps(TOOLS))
+    done = k3("chat", "-s", "a", "--tools", str(tools), "-p", "call read write")
+    assert done.code == 0
+    assert done.out == ""
+    assert "tool call" in done.err
+    short = k3("resume", "a", "--tool-result", "-", stdin='{"name": "read", "content": "r"}')
+    assert short.code == Exit.USAGE
+    assert "1 of 2 tool results" in short.err
+    both = '[{"name": "write", "content": "w"}, {"name": "read", "content": "r"}]'
+    done = k3("resume", "a", "--tool-result", "-", stdin=both)
+    assert (done.code, done.out) == (0, "The tool said: w\n")
+
+
+def test_fork_prints_the_new_name(k3) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    done = k3("fork", "a", "b")
+    assert (done.code, done.out) == (0, "b\n")
+    made = k3("fork", "a").out.strip()
+    assert made in k3("ls").out
+    assert k3("fork", "a", "b").code == Exit.SESSION
+    assert k3("fork", "nobody").code == Exit.SESSION
+    assert k3("fork", "a", "--json").one("session")["source"] == "a"
+
+
+def test_fork_with_a_prompt_answers_and_tells_the_name_beside(k3) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    done = k3("fork", "a", "b", "-p", "two")
+    assert (done.code, done.out) == (0, "You said: two\n")
+    assert "new session b, forked from a" in done.err
+    assert k3("log", "a", "--json").one("done")["turns"] == 1
+    assert k3("log", "b", "--json").one("done")["turns"] == 2
+    piped = k3("fork", "a", "c", "-p", "-", stdin="three")
+    assert piped.out == "You said: three\n"
+
+
+def test_an_ephemeral_fork_leaves_nothing(k3, private_home) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+
+    def files() -> dict[Path, bytes]:
+        root = private_home / "k3" / "sessions"
+        return {p: p.read_bytes() for p in root.rglob("*") if p.is_file() and "locks" not in p.parts}
+
+    before = files()
+    done = k3("fork", "a", "--ephemeral", "-p", "two", "--json")
+    assert done.code == 0
+    assert done.one("not_saved")["reason"] == "ephemeral"
+    assert files() == before
+    assert k3("fork", "a", "--ephemeral").code == Exit.USAGE
+    assert k3("fork", "a", "b", "--ephemeral", "-p", "x").code == Exit.USAGE
+
+
+def test_resume_and_fork_at_an_older_turn(k3) -> None:
+    for text in ("one", "two", "three"):
+        k3("chat", "-s", "a", "-p", text)
+    first, second, _ = (e["id"] for e in k3("log", "a", "--json").events if e["type"] == "turn")
+    assert k3("fork", "a", "b", "--at", "1").code == 0
+    assert k3("show", "b", "--json").one("session")["head"] == first
+    done = k3("resume", "a", "--at", second[:8], "-p", "instead of three")
+    assert done.code == 0
+    assert "leave session a" in done.err
+    turns = [e for e in k3("log", "a", "--json").events if e["type"] == "turn"]
+    assert [e["id"] for e in turns[:2]] == [first, second]
+    assert turns[2]["meta"]["given"]["messages"][0]["content"] == "instead of three"
+    assert k3("resume", "a", "--at", "9", "-p", "x").code == Exit.SESSION
+
+
+def test_limits_and_sampling(k3) -> None:
+    done = k3("chat", "-s", "a", "-p", "slow 50", "--max-tokens", "20", "--seed", "3", "-t", "0", "--json")
+    assert done.code == 0
+    assert done.one("stopped") == {"v": 1, "type": "stopped", "reason": "length", "generated": 20}
+    turn = [e for e in k3("show", "a", "--at", "-1", "--json").events if e["type"] == "turn"][0]
+    sampling = turn["meta"]["sampling"]
+    assert (sampling["seed"], sampling["temperature"], sampling["max_tokens"]) == (3, 0.0, 20)
+    # a cut answer does not spoil what comes next
+    assert k3("resume", "a", "-p", "next").out == "You said: next\n"
+    for option in (("--top-p", "2"), ("--top-p", "0"), ("--temperature", "-1"), ("--top-k", "x")):
+        refused = k3("chat", "-p", "x", *option)
+        assert refused.code == Exit.USAGE, option
+        assert refused.out == ""
+
+
+def test_context_overflow_is_refused_with_both_counts(k3) -> None:
+    done = k3("chat", "-s", "a", "-p", "x" * 900, limit=600)
+    assert done.code == Exit.CONTEXT
+    assert "600" in done.err
+    assert "nobody" not in done.err
+    assert k3("ls", "--json").one("done")["sessions"] == 0
+
+
+def test_other_weights_are_refused(k3) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    done = k3("resume", "a", "-p", "two", "--model", "other")
+    assert done.code == Exit.MODEL
+    assert "weights" in done.err
+
+
+def test_damage_is_refused_and_named(k3, private_home) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    objects = sorted((private_home / "k3" / "sessions" / "objects").rglob("*"), key=lambda p: p.stat().st_size)
+    for file in objects:
+        if file.is_file():
+            file.chmod(0o600)
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+    done = k3("resume", "a", "-p", "two")
+    assert done.code == Exit.DAMAGED
+    assert "objects/" in done.err
+
+
+def test_text_that_could_steer_a_terminal_reaches_a_pipe_unchanged(k3) -> None:
+    assert k3("chat", "-p", "escape").out == "red \x1b[31m and \r back\n"
+
+
+def test_a_prompt_with_control_markers_stays_text(k3) -> None:
+    text = "<|im_end|><|open|>message<|sep|> <|end_of_msg|>"
+    assert k3("chat", "-p", text).out == f"You said: {text}\n"

@@ -1,0 +1,224 @@
+"""Prompts, tool catalogues, tool results, and how a turn is pointed at."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from k3_sessions.types import Turn
+
+from k3cli.commands.inputs import (
+    bind_tool_results,
+    parse_tool_results,
+    read_request,
+    read_system,
+    read_tools,
+)
+from k3cli.commands.names import new_name, resolve_turn
+from k3cli.errors import SessionError, UsageError
+
+CALLS = [{"id": "c1", "name": "read"}, {"id": "c2", "name": "write"}, {"id": "c3", "name": "read"}]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    """Set what stdin holds; None is a terminal."""
+
+    def put(data: bytes | None) -> None:
+        stream = Terminal() if data is None else io.TextIOWrapper(io.BytesIO(data))
+        monkeypatch.setattr(sys, "stdin", stream)
+
+    put(None)
+    return put
+
+
+def test_the_prompt_option_never_reads_stdin(stdin, monkeypatch) -> None:
+    class Untouchable(io.StringIO):
+        @property
+        def buffer(self):
+            raise AssertionError("stdin was read")
+
+    monkeypatch.setattr(sys, "stdin", Untouchable())
+    assert read_request("hi", None).prompt == "hi"
+
+
+def test_where_a_prompt_comes_from(stdin) -> None:
+    stdin(b"piped\n\n")
+    assert read_request(None, None).prompt == "piped"
+    stdin(b"piped")
+    assert read_request(None, "-").prompt == "piped"
+    stdin(b"piped")
+    assert read_request("-", None).prompt == "piped"
+    stdin(b"piped\n")
+    assert read_request("before", "-").prompt == "before\n\npiped"
+    stdin(b"")
+    assert read_request("before", "-").prompt == "before"
+
+
+@pytest.mark.parametrize(("prompt", "dash", "data"), [(None, None, b""), (None, "-", b" \n"), (" ", None, None)])
+def test_an_empty_prompt_is_refused(stdin, prompt, dash, data) -> None:
+    stdin(data)
+    with pytest.raises(UsageError, match="is empty"):
+        read_request(prompt, dash)
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_place(stdin) -> None:
+    stdin(b"ab\xff")
+    with pytest.raises(UsageError, match="0xff at 2"):
+        read_request(None, "-")
+
+
+def test_no_prompt_needs_a_terminal_on_both_sides(stdin, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert not read_request(None, None).one_shot
+    with pytest.raises(UsageError, match="--json"):
+        read_request(None, None, json=True)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(UsageError, match="stdout that is not a terminal"):
+        read_request(None, None)
+
+
+def test_other_arguments_and_choices_are_refused(stdin) -> None:
+    with pytest.raises(UsageError, match="'hello'"):
+        read_request(None, "hello")
+    with pytest.raises(UsageError, match="auto, none or required"):
+        read_request("x", None, tool_choice="always")
+    with pytest.raises(UsageError, match="both the prompt and --tool-result"):
+        read_request(None, "-", tool_result="-")
+
+
+def test_a_tool_result_is_a_request_without_a_prompt(stdin, tmp_path) -> None:
+    stdin(b"42\n")
+    request = read_request(None, None, tool_result="-")
+    assert request.one_shot
+    assert request.prompt is None
+    assert request.results == [{"content": "42\n"}]
+    # a file as result leaves a piped stdin alone: scripts run with whatever stdin they inherit
+    (tmp_path / "r").write_text("7")
+    stdin(b"not a prompt")
+    assert read_request(None, None, tool_result=str(tmp_path / "r")).prompt is None
+
+
+@pytest.mark.parametrize(
+    ("text", "results"),
+    [
+        ("plain\ntext", [{"content": "plain\ntext"}]),
+        ('{"id": "c1", "content": "ok"}', [{"id": "c1", "content": "ok"}]),
+        (
+            '[{"content": "a"}, {"name": "n", "content": {"x": 1}}]',
+            [{"content": "a"}, {"name": "n", "content": '{"x": 1}'}],
+        ),
+        ('{"temperature": 3}', [{"content": '{"temperature": 3}'}]),
+        ("[1, 2]", [{"content": "[1, 2]"}]),
+        ("[]", [{"content": "[]"}]),
+        ("17", [{"content": "17"}]),
+    ],
+)
+def test_shapes_of_tool_results(text, results) -> None:
+    assert parse_tool_results(text, "x") == results
+
+
+@pytest.mark.parametrize("text", ['{"content": "a", "ID": 1}', '{"content": "a", "id": 3}'])
+def test_tool_results_with_wrong_keys_are_refused(text) -> None:
+    with pytest.raises(UsageError):
+        parse_tool_results(text, "x")
+
+
+def bound(results, calls=CALLS):
+    return [(message["tool_call_id"], message["content"]) for message in bind_tool_results(results, calls)]
+
+
+def test_results_find_their_calls() -> None:
+    assert bound([{"content": "x"}], CALLS[:1]) == [("c1", "x")]
+    in_order = [("c1", "a"), ("c2", "b"), ("c3", "c")]
+    assert bound([{"content": "a"}, {"content": "b"}, {"content": "c"}]) == in_order
+    by_id = [{"id": "c3", "content": "c"}, {"id": "c1", "content": "a"}, {"id": "c2", "content": "b"}]
+    assert bound(by_id) == in_order
+    by_name = [{"name": "write", "content": "b"}, {"name": "read", "content": "a"}, {"name": "read", "content": "c"}]
+    assert bound(by_name) == in_order
+
+
+@pytest.mark.parametrize(
+    ("results", "calls", "message"),
+    [
+        ([{"content": "x"}], [], "no tool call is open"),
+        ([{"content": "x"}], CALLS, "names no call and several are open"),
+        ([{"id": "c9", "content": "x"}], CALLS, "no open call fits the tool result id 'c9'"),
+        ([{"id": "c1", "name": "write", "content": "x"}], CALLS, "no open call fits"),
+        ([{"id": "c1", "content": "x"}], CALLS, "1 of 3 tool results"),
+        ([{"content": "x"}, {"content": "y"}], CALLS[:1], "no open call fits"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(results, calls, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        bind_tool_results(results, calls)
+
+
+def test_tool_catalogues(tmp_path) -> None:
+    file = tmp_path / "t.json"
+    tool = {"type": "function", "function": {"name": "f"}}
+    for data in ([tool], {"tools": [tool]}):
+        file.write_text(json.dumps(data))
+        assert read_tools(str(file)) == [tool]
+    for text, message in (("[", "is not JSON"), ('{"a": 1}', "an object"), ("[1]", "a list"), ("3", "a number")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            read_tools(str(file))
+    with pytest.raises(UsageError, match="No such file"):
+        read_tools(str(tmp_path / "absent"))
+    assert read_tools(None) is None
+
+
+def test_system_text(tmp_path) -> None:
+    file = tmp_path / "s.txt"
+    file.write_text("Be brief.\n")
+    assert read_system(str(file)) == "Be brief."
+    file.write_text("\n")
+    with pytest.raises(UsageError, match="is empty"):
+        read_system(str(file))
+
+
+def turn(turn_id: str) -> Turn:
+    return Turn(turn_id, None, 0, (1,), 1, "2026-01-01T00:00:00Z", {}, True)
+
+
+TURNS = [turn("abc1" + "0" * 60), turn("abd2" + "0" * 60), turn("12ff" + "0" * 60)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "number"), [("1", 1), ("3", 3), ("-1", 3), ("-3", 1), ("abc", 1), ("ABD2", 2), ("12f", 3), ("top", 2)]
+)
+def test_a_turn_by_number_id_or_mark(wanted, number) -> None:
+    assert resolve_turn(TURNS, wanted, "s", {"top": TURNS[1].id}) is TURNS[number - 1]
+
+
+@pytest.mark.parametrize("wanted", ["0", "4", "-4", "zz", "", "deadbeef"])
+def test_no_such_turn(wanted) -> None:
+    with pytest.raises(SessionError, match="no turn"):
+        resolve_turn(TURNS, wanted, "s")
+
+
+def test_an_ambiguous_prefix_lists_what_it_fits() -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_turn(TURNS, "ab", "s")
+    assert "abc1" in str(caught.value)
+    assert "abd2" in str(caught.value)
+
+
+def test_new_names_are_free() -> None:
+    seen: set[str] = set()
+
+    def taken(name: str) -> bool:
+        first = not seen
+        seen.add(name)
+        return first
+
+    assert new_name(taken) in seen
+    assert len(seen) == 2

@@ -1,0 +1,207 @@
+"""Looking at sessions and changing them: ls, show, log, mark, rename, rm, du, gc, and the transcript."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from k3cli.errors import Exit
+
+
+@pytest.fixture
+def forked(k3):
+    """Session a with three turns, b forked at turn 1 with one of its own, c forked at the end."""
+    for text in ("one", "two\nand more", "three"):
+        k3("chat", "-s", "a", "-p", text)
+    k3("fork", "a", "b", "--at", "1", "-p", "other")
+    k3("fork", "a", "c")
+    return k3
+
+
+def turns(k3, name: str, *options: str):
+    return [event for event in k3("log", name, "--json", *options).events if event["type"] == "turn"]
+
+
+def test_no_sessions(k3) -> None:
+    done = k3("ls")
+    assert (done.code, done.out) == (0, "")
+    assert "k3 chat starts one" in done.err
+    assert k3("ls", "--json").events == [{"v": 1, "type": "done", "sessions": 0}]
+
+
+def test_ls_shows_forks_below_their_origin_and_bytes_apart(forked) -> None:
+    lines = forked("ls").out.splitlines()
+    assert lines[0].split()[:5] == ["NAME", "TURNS", "TOKENS", "MLA", "KDA"]
+    assert [line[:3].rstrip() for line in lines[1:]] == ["a", "  b", "  c"]
+    found = {e["name"]: e for e in forked("ls", "--json").events if e["type"] == "session"}
+    assert [found[name]["turns"] for name in "abc"] == [3, 2, 3]
+    assert found["a"]["mla_bytes"] > 0
+    assert found["a"]["kda_bytes"] > 0
+    assert found["b"]["origin"] == {"session": "a", "turn": turns(forked, "a")[0]["id"]}
+
+
+def test_a_broken_session_hides_no_other(forked, private_home) -> None:
+    refs = private_home / "k3" / "sessions" / "refs"
+    broken = next(file for file in refs.iterdir() if b'"name":"b"' in file.read_bytes())
+    broken.write_bytes(b"{" + broken.read_bytes()[1:-20])
+    done = forked("ls")
+    assert done.code == 0
+    assert "damaged" in done.out
+    assert "cannot be read" in done.err
+    assert {line.split()[0] for line in done.out.splitlines()} >= {"a", "c"}
+    assert [bool(e["error"]) for e in forked("ls", "--json").events if e["type"] == "session"].count(True) == 1
+    assert forked("resume", "a", "-p", "four").code == 0
+    doctor = forked("doctor", "--json", "--model", "nowhere")
+    assert any(e["type"] == "check" and e["section"] == "store" and not e["ok"] for e in doctor.events)
+
+
+def test_log_lists_turns_marks_and_where_forks_leave(forked) -> None:
+    forked("mark", "a", "good", "--at", "2")
+    found = turns(forked, "a")
+    assert [e["number"] for e in found] == [1, 2, 3]
+    assert [e["forks"] for e in found] == [["b"], [], ["c"]]
+    assert [e["marks"] for e in found] == [[], ["good"], []]
+    assert found[2]["sessions"] == ["a"]
+    assert found[1]["parent"] == found[0]["id"]
+    assert found[1]["start"] == found[0]["total"]
+    text = forked("log", "a").out
+    assert "[good]" in text
+    assert "(fork: b)" in text
+    assert "two" in text
+    assert "and more" not in text
+
+
+def test_log_tree_shows_every_branch_once(forked) -> None:
+    found = turns(forked, "a", "--tree")
+    assert len(found) == 4
+    assert len({e["id"] for e in found}) == 4
+    assert sorted(name for e in found for name in e["sessions"]) == ["a", "b", "c"]
+    branch = next(e for e in found if e["sessions"] == ["b"])
+    assert (branch["number"], branch["parent"]) == (2, found[0]["id"])
+
+
+def test_log_stats(forked) -> None:
+    lines = forked("log", "a", "--stats").out.splitlines()
+    assert lines[0].split()[2:9] == ["TOKENS", "REUSED", "REPLAYED", "PREFILLED", "GENERATED", "MLA", "KDA"]
+    assert len(lines) == 4
+
+
+def test_show_a_session_and_a_turn(forked) -> None:
+    text = forked("show", "a").out
+    assert "newest turn: 3" in text
+    assert "identity weights: sha256:" in text
+    shown = forked("show", "a", "--at", "2").out
+    assert "two\nand more" in shown
+    assert "You said: two" in shown
+    event = forked("show", "a", "--at", "-1", "--json").one("turn")
+    assert len(event["ids"]) == event["tokens"]
+    assert forked("show", "nobody").code == Exit.SESSION
+
+
+def test_mark_and_unmark(forked) -> None:
+    assert forked("mark", "a", "good").code == 0
+    assert forked("show", "a", "--json").one("session")["marks"] == {"good": turns(forked, "a")[2]["id"]}
+    assert forked("fork", "a", "d", "--at", "good").code == 0
+    assert forked("mark", "a", "good", "--remove").code == 0
+    assert forked("show", "a", "--json").one("session")["marks"] == {}
+    assert forked("mark", "a", "12").code == Exit.USAGE
+    assert forked("mark", "a", "good", "--remove").code == Exit.USAGE
+
+
+def test_rename(forked) -> None:
+    assert forked("rename", "a", "z").code == 0
+    assert forked("resume", "z", "-p", "more").code == 0
+    assert forked("show", "a").code == Exit.SESSION
+    assert forked("rename", "z", "b").code == Exit.SESSION
+    assert forked("rename", "z", "../up").code == Exit.USAGE
+    # b and c were forked from a: they stay in the list although their origin has another name now
+    assert len(forked("ls").out.splitlines()) == 4
+
+
+def test_rm_frees_what_nobody_needs_and_keeps_forks_whole(forked) -> None:
+    before = forked("du", "--json").one("done")["allocated"]
+    done = forked("rm", "a", "--json")
+    assert done.code == 0
+    assert done.one("removed")["bytes"] >= 0
+    assert forked("rm", "c").code == 0
+    assert forked("du", "--json").one("done")["allocated"] < before
+    assert forked("resume", "b", "-p", "still there").code == 0
+    assert forked("rm", "a").code == Exit.SESSION
+    # all names are checked first: nothing is removed when one of them is wrong
+    assert forked("rm", "b", "nobody").code == Exit.SESSION
+    assert forked("show", "b").code == 0
+
+
+def test_du_tells_own_and_shared_apart(forked) -> None:
+    usage = {e["name"]: e for e in forked("du", "--json").events if e["type"] == "usage"}
+    assert usage["c"]["mla_own"] == 0
+    assert usage["c"]["mla_shared"] > 0
+    assert usage["b"]["kda_own"] > 0
+    (tree,) = [e for e in forked("du", "--json").events if e["type"] == "tree"]
+    assert sorted(tree["sessions"]) == ["a", "b", "c"]
+    assert tree["mla"] < sum(e["mla_own"] + e["mla_shared"] for e in usage.values())
+    assert "CHECKPOINTS" in forked("du").out
+
+
+def test_gc_dry_run_tells_what_gc_removes(forked, private_home) -> None:
+    left = private_home / "k3" / "sessions" / "objects" / "ab"
+    left.mkdir(exist_ok=True)
+    (left / ("0" * 62)).write_bytes(b"nobody needs this")
+    dry = forked("gc", "--dry-run", "--json")
+    assert (left / ("0" * 62)).exists()
+    real = forked("gc", "--json")
+    assert not (left / ("0" * 62)).exists()
+    assert dry.one("garbage")["path"] == f"objects/ab/{'0' * 62}"
+    assert dry.events[:-1] == real.events[:-1]
+    assert forked("gc").out == ""
+
+
+def test_the_transcript_runs_nothing(forked) -> None:
+    done = forked("replay", "a", "--show", "--from", "2", "--to", "2", "--model", "nowhere")
+    assert done.code == 0
+    assert "two\nand more" in done.out
+    assert "You said: two" in done.out
+    assert "three" not in done.out
+    assert "recorded text" in done.err
+    events = forked("replay", "a", "--show", "--json", "--model", "nowhere").events
+    assert [e["number"] for e in events if e["type"] == "turn"] == [1, 2, 3]
+
+
+def test_the_transcript_comes_from_the_ids_where_it_can(forked, scripted, tmp_path) -> None:
+    model = scripted.make_vocab(tmp_path / "model")
+    forked("chat", "-s", "cut", "-p", "slow 40", "--max-tokens", "30")
+    forked("resume", "cut", "-p", "after")
+    done = forked("replay", "cut", "--show", "--json", "--model", str(model))
+    assert done.one("done")["source"] == "ids"
+    first, second = (e for e in done.events if e["type"] == "turn")
+    assert [m["role"] for m in first["messages"] if m["kind"] == "message"] == ["user", "assistant"]
+    assert [m["content"] for m in second["messages"]] == ["after", "You said: after"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(k3, shell) -> None:
+    done = k3("completion", shell)
+    assert done.code == 0
+    assert "_K3_COMPLETE" in done.out
+    assert k3("completion", "tcsh").code == Exit.USAGE
+
+
+def test_session_names_complete_without_torch(forked, process_env) -> None:
+    program = (
+        "import sys; sys.argv = ['k3']\nfrom k3cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'triton', 'tiktoken'} & set(sys.modules)\nsys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    env = {**process_env, "_K3_COMPLETE": "complete_bash", "COMP_WORDS": "k3 resume ", "COMP_CWORD": "2"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["a", "b", "c"]
+
+
+def test_what_the_store_holds_is_private(forked, private_home) -> None:
+    for path in (private_home / "k3").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert os.stat(private_home / "k3").st_mode & 0o077 == 0

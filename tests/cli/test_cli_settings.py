@@ -1,0 +1,110 @@
+"""Settings: file, environment and options, in that order, and everything unknown refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from k3cli.config import KEYS, load_settings, parse_bytes
+from k3cli.errors import UsageError
+
+
+@pytest.fixture
+def home(tmp_path):
+    return tmp_path / "a home"
+
+
+def write(home, text: str) -> None:
+    home.mkdir(exist_ok=True)
+    (home / "config.toml").write_text(text)
+
+
+def test_defaults_need_no_file_and_no_environment(home) -> None:
+    settings = load_settings(env={"K3_HOME": str(home)})
+    assert settings.home == home
+    assert settings.store_root == home / "sessions"
+    assert settings.model is None
+    assert settings.model_ref.endswith("k3-nano")
+    assert settings.sources == {}
+    assert not home.exists()
+
+
+def test_options_beat_environment_beats_file(home) -> None:
+    write(home, 'device = "cuda:1"\ndtype = "float32"\ntop_k = 7\nthinking = false\n')
+    env = {"K3_HOME": str(home), "K3_DTYPE": "bfloat16", "K3_TOP_K": "8"}
+    settings = load_settings({"top_k": 9, "top_p": None}, env)
+    assert (settings.device, settings.dtype, settings.top_k, settings.thinking) == ("cuda:1", "bfloat16", 9, False)
+    assert settings.sources["device"] == f"device in {home / 'config.toml'}"
+    assert settings.sources["dtype"] == "K3_DTYPE"
+    assert settings.sources["top_k"] == "--top-k"
+    assert "top_p" not in settings.sources
+
+
+def test_unknown_key_in_the_file_is_refused_with_the_valid_ones(home) -> None:
+    write(home, "temprature = 1\n")
+    with pytest.raises(UsageError) as caught:
+        load_settings(env={"K3_HOME": str(home)})
+    assert "'temprature'" in str(caught.value)
+    assert all(key in str(caught.value) for key in KEYS)
+
+
+def test_unknown_variable_is_refused_with_the_valid_ones(home) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_settings(env={"K3_HOME": str(home), "K3_TEMPRATURE": "1"})
+    assert "K3_TEMPRATURE" in str(caught.value)
+    assert "K3_TEMPERATURE" in str(caught.value)
+    assert "K3_HOME" in str(caught.value)
+    load_settings(env={"K3_HOME": str(home), "K3S_TOKEN": "other programs", "_K3_COMPLETE": "x", "K3_DEVICE": ""})
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("device", "gpu"),
+        ("device", "cuda:x"),
+        ("dtype", "fp8"),
+        ("window", "0"),
+        ("window", "1.5"),
+        ("effort", "medium"),
+        ("thinking", "maybe"),
+        ("temperature", "-1"),
+        ("temperature", "nan"),
+        ("top_p", "1.01"),
+        ("top_k", "-1"),
+        ("max_tokens", "0"),
+        ("seed", "-1"),
+        ("quota", "many"),
+        ("quota", "5 XB"),
+        ("model", ""),
+    ],
+)
+def test_bad_values_are_refused_naming_where_they_came_from(home, key, bad) -> None:
+    if bad:
+        with pytest.raises(UsageError) as caught:
+            load_settings(env={"K3_HOME": str(home), f"K3_{key.upper()}": bad})
+        assert f"K3_{key.upper()} is {bad!r}" in str(caught.value)
+    write(home, f'{key} = "{bad}"\n')
+    with pytest.raises(UsageError) as caught:
+        load_settings(env={"K3_HOME": str(home)})
+    assert f"{key} in {home / 'config.toml'}" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["device = ", "\xff\xfe"])
+def test_a_file_that_is_no_toml_is_refused(home, text) -> None:
+    home.mkdir()
+    (home / "config.toml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError, match=r"is not TOML"):
+        load_settings(env={"K3_HOME": str(home)})
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(5, 5), ("0", 0), ("200 GB", 200 * 10**9), ("1.5GiB", 3 * 2**29), ("7 k", 7000), ("3b", 3), ("2TiB", 2**41)],
+)
+def test_bytes(text, count) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", [-1, True, None, "", "GB", "1 G B", "1e9"])
+def test_not_bytes(text) -> None:
+    with pytest.raises(ValueError):
+        parse_bytes(text)
