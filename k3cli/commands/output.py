@@ -66,6 +66,7 @@ class Printer:
         self._dim = self.err.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._bar_width = 0
         self._bar_time = 0.0
+        self._event_time = 0.0
         self._thinking_open = False
         self._answer_open = False
 
@@ -123,6 +124,14 @@ class Printer:
         self.err.write("\r" + text.ljust(self._bar_width))
         self.err.flush()
         self._bar_width = len(text)
+
+    def progress_due(self, final: bool) -> bool:
+        """Whether a progress event is worth a line of NDJSON: a few a second, and the final one."""
+        now = time.monotonic()
+        if not final and now - self._event_time < 0.25:
+            return False
+        self._event_time = now
+        return True
 
     def clear_bar(self) -> None:
         if self._bar_width:

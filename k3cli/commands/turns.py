@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def show(event: ev.Event, printer: Printer) -> None:
     """One event: as NDJSON, or for people (answer on stdout, the rest on stderr)."""
-    printer.raw_event(event.to_json())
+    if not isinstance(event, ev.Progress) or printer.progress_due(event.done >= event.total):
+        printer.raw_event(event.to_json())
     if isinstance(event, ev.Notice):
         printer.notice(event.message)
     elif isinstance(event, ev.Progress):

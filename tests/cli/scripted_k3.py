@@ -1,7 +1,7 @@
 """`k3` with a model that answers by rule, to run in a process of its own or inside a test.
 
-The rules look at the last message: "slow N" gives N words, a moment apart; "call NAME" calls a tool; "think TEXT" thinks
-first; "long" never stops; a tool result is quoted; anything else comes back as "You said: ...". The next id is a
+The rules look at the last message: "slow N" gives N words, a moment apart; "call NAME" calls a tool; "think TEXT"
+thinks first; "long" never stops; a tool result is quoted; anything else comes back as "You said: ...". The next id is a
 function of the ids before it alone, kept in the state itself, so that resume, fork and replay are put to the test.
 """
 

@@ -200,7 +200,7 @@ def test_limits_and_sampling(k3) -> None:
     done = k3("chat", "-s", "a", "-p", "slow 50", "--max-tokens", "20", "--seed", "3", "-t", "0", "--json")
     assert done.code == 0
     assert done.one("stopped") == {"v": 1, "type": "stopped", "reason": "length", "generated": 20}
-    turn = [e for e in k3("show", "a", "--at", "-1", "--json").events if e["type"] == "turn"][0]
+    turn = k3("show", "a", "--at", "-1", "--json").one("turn")
     sampling = turn["meta"]["sampling"]
     assert (sampling["seed"], sampling["temperature"], sampling["max_tokens"]) == (3, 0.0, 20)
     # a cut answer does not spoil what comes next
