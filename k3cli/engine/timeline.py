@@ -139,11 +139,15 @@ class Timeline:
 
         Chunks end at multiples of PREFILL_CHUNK of the absolute position, and at the last token.
         """
+        return self.prefill_to(len(self.tokens), cancel)
+
+    def prefill_to(self, stop: int, cancel: Cancel = never) -> Iterator[int]:
+        """Like `prefill`, up to position `stop`."""
         self._usable()
         first = self.position
-        while self.position < len(self.tokens) and not cancel():
+        while self.position < stop and not cancel():
             end = (self.position // PREFILL_CHUNK + 1) * PREFILL_CHUNK
-            self._prefill_chunk(min(end, len(self.tokens)) - self.position, "last")
+            self._prefill_chunk(min(end, stop) - self.position, "last")
             yield self.position - first
 
     def generate(
