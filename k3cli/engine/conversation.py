@@ -298,6 +298,8 @@ class Conversation:
             self._plan = None
         result = self._saver.save(answer.draft(self._plan), timeline.snapshot())
         self._plan = None
+        if result.error is not None:
+            self._last = timeline.fork()
         yield from self._saved(result, answer.counts, kept is not None)
         yield ev.Done(
             answer.stop,
@@ -310,9 +312,7 @@ class Conversation:
     def _saved(self, result: SaveResult, counts: Mapping[str, int], mark: bool = False) -> Iterator[ev.Event]:
         assert self._saver is not None
         assert self.name is not None
-        timeline = self._timeline
         if result.error is not None:
-            self._last = timeline.fork()
             yield ev.Notice(
                 "not-saved",
                 f"this turn could not be saved ({result.error}); the conversation goes on in memory, and the next "
@@ -333,8 +333,8 @@ class Conversation:
         yield ev.Saved(
             session=self.name,
             turn=report.turn.id,
-            position=timeline.position,
-            pending=len(timeline.pending),
+            position=report.turn.position,
+            pending=report.turn.total - report.turn.position,
             **counts,
             bytes_written=result.bytes_written,
             bytes_pages=result.bytes_pages,

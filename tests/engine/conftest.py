@@ -27,6 +27,7 @@ from k3cli.engine.conversation import Conversation
 from k3cli.engine.engine import Engine
 from k3cli.engine.sampling import Sampling
 from k3cli.engine.timeline import Timeline
+from k3cli.model.random_weights import write_random_checkpoint
 
 VOCAB = 512  # 256 bytes and 256 specials
 WIDTH = 16
@@ -236,3 +237,67 @@ def answer_ids(engine: Engine, text: str, thinking: bool = True) -> list[int]:
 @pytest.fixture
 def answer() -> Callable[..., list[int]]:
     return answer_ids
+
+
+TINY = {
+    "model_type": "kimi_k3",
+    "architectures": ["KimiK3ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "kimi_linear",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "attn_res_block_size": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_expert_hidden_size": 32,
+        "moe_router_activation_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "latent_moe_use_norm": True,
+        "first_k_dense_replace": 1,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 8192,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "rms_norm_eps": 1e-05,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "kda_layers": [1, 2, 3],
+            "gate_lower_bound": -5.0,
+            "head_dim": 32,
+            "num_heads": 2,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, byte_vocab: Path) -> Path:
+    """A whole model folder: K3 layout, random weights, a vocabulary of bytes."""
+    folder = write_random_checkpoint(tmp_path_factory.mktemp("tiny"), TINY, seed=5, shards=1)
+    (folder / "tiktoken.model").write_bytes((byte_vocab / "tiktoken.model").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_model: Path) -> Iterator[Engine]:
+    """The same in this process. One thread, as in the processes that tests start."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Engine.load(tiny_model, device="cpu")
+    torch.set_num_threads(before)
