@@ -38,7 +38,7 @@ from k3cli.commands import (
 )
 from k3cli.commands.failures import as_k3_error, usage_message
 from k3cli.commands.output import Printer, prepare_streams, silence
-from k3cli.commands.signals import EndRun, exit_on_sigterm
+from k3cli.commands.signals import EndRun, exit_on_signals, ignore_signals
 from k3cli.engine.events import Failed
 from k3cli.errors import Exit, K3Error
 
@@ -101,7 +101,7 @@ def _k3(
 def main() -> int:
     """Run the command line in `sys.argv`; returns the exit code."""
     prepare_streams()
-    exit_on_sigterm()
+    exit_on_signals()
     args = sys.argv[1:]
     prog = "k3cli" if os.path.basename(sys.argv[0]) == "k3cli" else "k3"
     command: Any = typer.main.get_command(app)
@@ -111,6 +111,7 @@ def main() -> int:
         return Exit.OK
     try:
         code = _run(command, prog, args)
+        ignore_signals()
         sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -12,6 +12,7 @@ from k3cli.commands.failures import as_k3_error
 from k3cli.commands.inputs import bind_tool_results, parse_tool_results
 from k3cli.commands.names import short_id
 from k3cli.commands.output import Printer
+from k3cli.commands.signals import prompt_signals
 from k3cli.commands.turns import run_turn, show
 from k3cli.errors import Exit, K3Error, UsageError
 
@@ -30,7 +31,7 @@ HELP = {
     "/save": "save again after a failed save",
     "/quit": "leave (Ctrl-D too); every finished turn is already saved",
 }
-KEYS = "Enter sends; Alt-Enter, Ctrl-J or a final \\ begins a new line; // sends a line that starts with /"
+KEYS = "Enter sends; Alt-Enter or a final \\ begins a new line; // sends a line that starts with /"
 _COMMAND = re.compile(r"/([a-z]*)(?:\s+(.*))?\s*", re.DOTALL)
 
 
@@ -142,20 +143,26 @@ def repl(
     chat = Repl(conversation, printer, sampling, fresh_name)
     printer.notice("/help lists the commands; Ctrl-D leaves")
     try:
-        while not chat.leaving:
-            try:
-                text = asking.prompt("> ")
-            except KeyboardInterrupt:
-                continue
-            except EOFError:
-                text = "/quit"
-            if text.strip():
-                code = chat.handle(text.rstrip())
+        with prompt_signals():
+            while not chat.leaving:
+                try:
+                    code = _step(chat, asking)
+                except KeyboardInterrupt:
+                    continue
                 if code != Exit.OK:
                     return code
     finally:
         chat.conversation.close()
     return Exit.OK
+
+
+def _step(chat: Repl, asking: PromptSession[str]) -> Exit:
+    """Ask once, answer once."""
+    try:
+        text = asking.prompt("k3> ")
+    except EOFError:
+        text = "/quit"
+    return chat.handle(text.rstrip()) if text.strip() else Exit.OK
 
 
 def _prompt_session(history: Path) -> PromptSession[str]:
@@ -166,6 +173,8 @@ def _prompt_session(history: Path) -> PromptSession[str]:
 
     keys = KeyBindings()
 
+    # What was typed ahead, during an answer, ends its lines with Ctrl-J instead of Enter.
+    @keys.add("c-j")
     @keys.add("enter")
     def _send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
@@ -176,7 +185,6 @@ def _prompt_session(history: Path) -> PromptSession[str]:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    @keys.add("c-j")
     def _newline(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 

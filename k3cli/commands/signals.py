@@ -36,32 +36,55 @@ class Cancel:
         return self.event.is_set()
 
 
-def exit_on_sigterm() -> None:
-    """SIGTERM outside an answer: unwind (locks, files, the terminal) and exit 143."""
+CODES = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise EndRun(Exit.TERMINATED)
 
-    signal.signal(signal.SIGTERM, stop)
+def exit_on_signals() -> None:
+    """Outside an answer SIGINT and SIGTERM unwind (locks, files, the terminal) and end the run with 130 or 143."""
+    for number in CODES:
+        signal.signal(number, _leave)
+
+
+def ignore_signals() -> None:
+    """From here on the run is ending: another signal must not cut the unwinding short."""
+    for number in CODES:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    ignore_signals()
+    raise EndRun(CODES[signal.Signals(number)])
+
+
+@contextmanager
+def prompt_signals() -> Iterator[None]:
+    """While a terminal is asked for prompts SIGINT is a KeyboardInterrupt, which does not end the run."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
 def cancel_on_signals() -> Iterator[Cancel]:
     """In the block the first SIGINT or SIGTERM sets the Cancel; a second one ends the run without saving the turn."""
     cancel = Cancel()
-    codes = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
+    leaving = False
 
-    def ask(number: int, _frame: FrameType | None) -> None:
-        code = codes[signal.Signals(number)]
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal leaving
         if cancel.is_set():
-            raise EndRun(code)
-        cancel(code)
+            leaving = True
+            _leave(number, frame)
+        cancel(CODES[signal.Signals(number)])
         if sys.stderr.isatty():
             sys.stderr.write("\nk3: stopping; the turn is being saved (once more to leave without saving)\n")
 
-    before = {number: signal.signal(number, ask) for number in codes}
+    before = {number: signal.signal(number, ask) for number in CODES}
     try:
         yield cancel
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not leaving:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -76,7 +76,7 @@ def k3(
     from k3cli.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "load", staticmethod(scripted.load))
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*args: str, stdin: str | bytes | None = None, **load: Any) -> Result:
         if load:
@@ -90,7 +90,8 @@ def k3(
         return Result(int(code), captured.out, captured.err)
 
     yield run
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -1,0 +1,244 @@
+"""What only a real process shows: signals, closed pipes, stdin that is no terminal, and the prompt of a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from k3cli.errors import Exit
+
+
+def read_until(process: subprocess.Popen[str], kind: str) -> dict:
+    """Read events from stdout up to the first of a type."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = json.loads(line)
+        if event["type"] == kind:
+            return event
+    raise AssertionError(f"no {kind} event; {process.stderr.read() if process.stderr else ''}")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_answer_and_the_turn_is_saved(spawn, k3, number, code) -> None:
+    process = spawn("chat", "-s", "a", "-p", "slow 400", "--json", stdin=subprocess.DEVNULL)
+    read_until(process, "text")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    events = [json.loads(line) for line in out.splitlines()]
+    assert events[-1]["type"] == "done"
+    assert (events[-1]["reason"], events[-1]["saved"]) == ("cancelled", True)
+    assert "Traceback" not in err
+    done = k3("resume", "a", "-p", "still there")
+    assert (done.code, done.out) == (0, "You said: still there\n")
+
+
+def test_a_second_signal_leaves_at_once_and_the_session_is_whole(spawn, k3) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    process = spawn("resume", "a", "-p", "slow 400", "--json", stdin=subprocess.DEVNULL)
+    read_until(process, "text")
+    for _ in range(20):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.002)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    done = k3("resume", "a", "-p", "two")
+    assert done.out == "You said: two\n"
+
+
+def test_sigkill_in_an_answer_leaves_the_last_saved_turn(spawn, k3) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    process = spawn("resume", "a", "-p", "slow 400", "--json", stdin=subprocess.DEVNULL)
+    read_until(process, "text")
+    process.kill()
+    process.communicate()
+    done = k3("resume", "a", "-p", "two", "--json")
+    assert done.code == 0
+    assert done.one("session")["replayed"] == 0
+    assert k3("log", "a", "--json").one("done")["turns"] == 2
+
+
+@pytest.mark.parametrize("json_mode", [False, True])
+def test_a_closed_pipe_is_141_and_the_turn_is_saved(spawn, k3, json_mode) -> None:
+    options = ("--json",) if json_mode else ()
+    process = spawn("chat", "-s", "a", "-p", "slow 400", *options, stdin=subprocess.DEVNULL)
+    process.stdout.read(10)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == Exit.BROKEN_PIPE, err
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    turn = k3("show", "a", "--at", "-1", "--json").one("turn")
+    assert turn["meta"]["stop"] == "cancelled"
+    assert k3("resume", "a", "-p", "next").out == "You said: next\n"
+
+
+def test_a_closed_pipe_without_a_turn(k3, spawn) -> None:
+    for name in ("a", "b"):
+        k3("chat", "-s", name, "-p", "one")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = spawn("ls", stdout=write_end)
+    os.close(write_end)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (Exit.BROKEN_PIPE, "")
+
+
+def test_a_pipe_is_one_shot_and_writes_no_escapes(spawn) -> None:
+    process = spawn("chat", "-s", "a")
+    out, err = process.communicate("think piped", timeout=60)
+    assert (process.returncode, out) == (0, "piped\n")
+    assert "\x1b" not in out + err
+    assert "\r" not in out + err
+    empty = spawn("chat", "-s", "a", stdin=subprocess.DEVNULL)
+    out, err = empty.communicate(timeout=60)
+    assert (empty.returncode, out) == (Exit.USAGE, "")
+    assert "stdin is empty" in err
+
+
+def test_a_second_writer_learns_who_holds_the_session(spawn, k3) -> None:
+    process = spawn("chat", "-s", "a", "-p", "slow 400", "--json", stdin=subprocess.DEVNULL)
+    read_until(process, "text")
+    begun = time.monotonic()
+    done = k3("chat", "-s", "a", "-p", "me too")
+    assert done.code == Exit.SESSION
+    assert str(process.pid) in done.err
+    assert time.monotonic() - begun < 30
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+
+
+class TerminalSession:
+    """`k3` at the other end of a pseudo-terminal."""
+
+    def __init__(self, args: list[str], env: dict[str, str]) -> None:
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.execve(sys.executable, [sys.executable, *args], {**env, "TERM": "xterm"})
+        self.seen = ""
+
+    def expect(self, pattern: str, timeout: float = 60) -> str:
+        """Read until a pattern appears in what is new; returns the new text."""
+        end = time.monotonic() + timeout
+        while not re.search(pattern, self.seen):
+            ready, _, _ = select.select([self.fd], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{pattern!r} did not come; got {self.seen[-2000:]!r}"
+            try:
+                data = os.read(self.fd, 65536)
+            except OSError:
+                data = b""
+            assert data, f"{pattern!r} did not come before the end; got {self.seen[-2000:]!r}"
+            self.seen += data.decode(errors="replace")
+            if "\x1b[6n" in self.seen:  # prompt_toolkit asks where the cursor is; a terminal answers
+                self.seen = self.seen.replace("\x1b[6n", "")
+                os.write(self.fd, b"\x1b[1;1R")
+        found = self.seen
+        self.seen = ""
+        return found
+
+    def send(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def close(self) -> int:
+        """Read to the end and return the exit code."""
+        try:
+            while select.select([self.fd], [], [], 60)[0] and os.read(self.fd, 65536):
+                pass
+        except OSError:
+            pass  # how Linux says that the other end is closed
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def terminal(process_env, scripted):
+    made: list[TerminalSession] = []
+
+    def start(*args: str) -> TerminalSession:
+        made.append(TerminalSession([scripted.__file__, *args], process_env))
+        return made[-1]
+
+    yield start
+    for session in made:
+        try:
+            os.kill(session.pid, signal.SIGKILL)
+            os.waitpid(session.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        os.close(session.fd)
+
+
+def test_the_prompt_of_a_terminal(terminal, k3, private_home) -> None:
+    chat = terminal("chat", "-s", "a")
+    chat.expect("Ctrl-D leaves")
+    chat.expect("k3>")
+    chat.send("hello\r")
+    assert "You said: hello" in chat.expect("saved a turn")
+    chat.expect("k3>")
+    # Ctrl-C stops the answer, not the program
+    chat.send("slow 4000\r")
+    chat.expect("word3")
+    chat.send("\x03")
+    chat.expect("the answer was stopped")
+    chat.expect("saved a turn")
+    chat.send("/info\r")
+    assert "tokens:" in chat.expect("queued: 0")
+    chat.send("/nonsense\r")
+    assert "/quit" in chat.expect("is not a command.*")
+    # two lines in one message
+    chat.send("first\\\rsecond\r")
+    assert "You said: first" in chat.expect("saved a turn")
+    chat.send("/undo\r")
+    chat.expect("took back the last turn")
+    chat.send("/fork side\r")
+    chat.expect("now in side; a stays as it was")
+    chat.send("on the side\r")
+    chat.expect("saved side turn")
+    chat.send("/save\r")
+    chat.expect("nothing to save")
+    chat.send("/help\r")
+    chat.expect("/result TEXT")
+    chat.expect("k3>")
+    # Ctrl-C at an empty prompt does nothing, Ctrl-D leaves
+    chat.send("\x03")
+    chat.expect("k3>")
+    chat.send("\x04")
+    assert chat.close() == 0
+    assert k3("log", "a", "--json").one("done")["turns"] == 3
+    assert k3("log", "side", "--json").one("done")["turns"] == 3
+    history = private_home / "k3" / "history"
+    assert "on the side" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_a_tool_call_at_a_terminal(terminal, k3, tmp_path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "read", "description": "", "parameters": {}}}]')
+    chat = terminal("chat", "-s", "a", "--tools", str(tools))
+    chat.expect("k3>")
+    chat.send("call read\r")
+    chat.expect("waiting for the result of read")
+    chat.send("/result 42\r")
+    assert "The tool said: 42" in chat.expect("saved a turn")
+    chat.send("/result 43\r")
+    chat.expect("no tool call is open")
+    chat.send("//slash\r")
+    assert "You said: /slash" in chat.expect("saved a turn")
+    chat.send("/quit\r")
+    assert chat.close() == 0
+
+
+def test_sigterm_at_the_prompt_ends_with_143(terminal) -> None:
+    chat = terminal("chat", "-s", "a")
+    chat.expect("k3>")
+    os.kill(chat.pid, signal.SIGTERM)
+    assert chat.close() == 143
