@@ -99,6 +99,7 @@ class Answer:
         self._prefilled = 0
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._parser = engine.renderer.parser(thinking)
+        self._rest: list[ev.Event] = []
 
     @property
     def generated(self) -> list[int]:
@@ -182,8 +183,29 @@ class Answer:
                 out.append(call)
         return out
 
-    def prompt_draft(self, plan: RestorePlan | None) -> TurnDraft:
-        """The first prompt as a turn of its own, evaluated up to `keep_at`: its checkpoint is what others can share."""
+    def drafts(self, plan: RestorePlan | None, state: Snapshot) -> list[tuple[TurnDraft, Snapshot]]:
+        """The turn as the store takes it, with the state after it. plan: what the state before it was restored from.
+
+        Where a boundary is kept for its shared prefix, the prompt is a turn of its own, and the answer a second one.
+        """
+        timeline, start, begin, given = self._timeline, self._start, self._position, len(self._ids)
+        drafts: list[tuple[TurnDraft, Snapshot]] = []
+        if self.kept is not None:
+            drafts.append((self._prompt_draft(plan), self.kept))
+            plan, start, begin, given = None, start + given, self._keep_at, 0
+        meta = self._meta("chat", given, begin, timeline.position) | {
+            "stop": self.stop,
+            "close": self.close,
+            "context": self.context.to_json(),
+            "answer": self._parser.message(),
+            "calls": self.calls,
+            "counts": self.counts,
+        }
+        drafts.append((TurnDraft(tuple(timeline.tokens[start:]), timeline.position, meta, plan), state))
+        return drafts
+
+    def _prompt_draft(self, plan: RestorePlan | None) -> TurnDraft:
+        """The first prompt, evaluated up to `keep_at`; by itself, a prompt whose answer was cut before it began."""
         unanswered = self._engine.renderer.parser(self._thinking)
         context = self.context.copy()
         context.reply(unanswered.message())
@@ -194,22 +216,6 @@ class Answer:
             "counts": self.counts | {"prefilled": self._keep_at - self._reused, "generated": 0},
         }
         return TurnDraft(tuple(self._ids), self._keep_at, meta, plan)
-
-    def draft(self, plan: RestorePlan | None) -> TurnDraft:
-        """The turn as the store takes it; after `prompt_draft` was saved, the answer alone."""
-        timeline = self._timeline
-        apart = self.kept is not None
-        start = self._start + (len(self._ids) if apart else 0)
-        begin = self._keep_at if apart else self._position
-        meta = self._meta("chat", 0 if apart else len(self._ids), begin, timeline.position) | {
-            "stop": self.stop,
-            "close": self.close,
-            "context": self.context.to_json(),
-            "answer": self._parser.message(),
-            "calls": self.calls,
-            "counts": self.counts,
-        }
-        return TurnDraft(tuple(timeline.tokens[start:]), timeline.position, meta, plan)
 
     def _meta(self, kind: str, prompt: int, begin: int, end: int) -> dict[str, Any]:
         return {

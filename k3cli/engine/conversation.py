@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from k3_sessions.errors import Damaged, SessionChanged
+from k3_sessions.errors import StoreError
 
-from k3cli.chat.renderer import RenderContext
 from k3cli.engine import events as ev
 from k3cli.engine import record
 from k3cli.engine.answer import Answer, check_turn
-from k3cli.engine.head import Head
-from k3cli.engine.restore import Restored, restore_turn, shared_prefix
+from k3cli.engine.opening import Emit, Mode, Opened, move_notice, open_session, silent
+from k3cli.engine.restore import Restored, restore_turn
 from k3cli.engine.sampling import Sampling
-from k3cli.engine.saving import Saver, SaveResult
+from k3cli.engine.saving import Saver, save_events
+from k3cli.engine.sharing import SHARED_MARK, start_shared
 from k3cli.engine.timeline import Cancel, Timeline, never, room_for_answer
 from k3cli.engine.transcript import transcript
-from k3cli.errors import K3Error, SessionError, UsageError
+from k3cli.errors import K3Error, SessionError
 
 if TYPE_CHECKING:
-    from k3_sessions.types import Turn
+    from k3_sessions.types import RestorePlan
 
+    from k3cli.chat.renderer import RenderContext
     from k3cli.engine.engine import Engine
 
-Mode = Literal["create", "resume", "fork", "ephemeral"]
-Emit = Callable[[ev.Event], None]
-SHARED_MARK = "shared-prefix"
-"""Mark on a turn whose checkpoint stays because other sessions begin with the same tokens."""
-
-
-def silent(event: ev.Event) -> None:
-    """The `Emit` of callers who do not listen."""
+__all__ = ["Conversation", "Emit", "Mode", "silent"]
 
 
 class Conversation:
@@ -42,32 +36,25 @@ class Conversation:
     before the first.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        store: Any,
-        name: str | None,
-        head: Head,
-        saver: Saver | None,
-        restored: Restored,
-        context: RenderContext,
-    ) -> None:
-        """Use `open`. restored: where it goes on; a turn of None is a new session."""
+    turn_id: str | None
+    _timeline: Timeline
+    _plan: RestorePlan | None
+    _replayed: int
+    _context: RenderContext
+    _close: list[int]
+    _calls: list[dict[str, Any]]
+
+    def __init__(self, engine: Engine, store: Any, opened: Opened) -> None:
+        """Use `open`."""
         self.engine = engine
-        self.name = name
-        self.head = head
-        self.turn_id = None if restored.turn is None else restored.turn.id
+        self.name = opened.name
+        self.head = opened.head
         self._store = store
-        self._saver = saver
-        self._timeline = restored.timeline
-        self._plan = restored.plan
-        self._replayed = restored.replayed
-        self._context = context
-        self._close = record.close_ids(restored.turn)
-        self._calls = _open_calls(restored.turn)
+        self._saver = opened.saver
         self._last: Timeline | None = None
         self._abandoned = ""
         self._busy = False
+        self._adopt(opened.restored, opened.context)
 
     @classmethod
     def open(
@@ -97,61 +84,32 @@ class Conversation:
         last. cancel: asked between steps of a replay; stopping there raises InterruptedWorkError.
         Raises UsageError, SessionError, ContextError, and the store's errors; nothing is left open then.
         """
-        if mode == "create":
-            return cls._create(engine, store, name, head, emit)
-        session = store.session(name)
-        fixed = Head.from_json(session.fixed.get("head", {}))
-        fixed.require(head, name)
-        if mode == "fork" and new is None:
-            raise UsageError("a fork without a name", "the name of the new session")
-        if mode == "fork" and store.exists(new):
-            raise SessionError(f"session {new} exists", "a new name", "choose another name for the fork")
-        writer = None
-        try:
-            if mode == "resume":
-                # The lock comes first: what is restored below then stays the newest turn.
-                writer = store.writer(name, create=False, identity=engine.identity, layout=engine.layout)
-                session = store.session(name)
-            turn_id = at or session.head
-            restored = restore_turn(engine, store, turn_id, require_cached=require_cached, emit=emit, cancel=cancel)
-            if mode == "fork":
-                store.fork(name, new, at=turn_id)
-                writer = store.writer(new, create=False, identity=engine.identity, layout=engine.layout)
-            saver = None if writer is None else Saver(writer)
-            if saver is not None and mode == "resume" and turn_id != session.head:
-                saver.move_to = turn_id
-                emit(_move_notice(name, turn_id))
-            shown = {"resume": name, "fork": new, "ephemeral": None}[mode]
-            assert restored.turn is not None
-            context = record.context_after(restored.turn)
-            found = cls(engine, store, shown, fixed, saver, restored, context)
-        except BaseException:
-            if writer is not None:
-                writer.close()
-            raise
-        how = {"resume": "resumed", "fork": "forked", "ephemeral": "ephemeral"}[mode]
-        emit(found._opened(how, None if mode == "resume" else name, restored.reused, restored.replayed))
-        return found
-
-    @classmethod
-    def _create(
-        cls, engine: Engine, store: Any, name: str, asked: Mapping[str, Any] | None, emit: Emit
-    ) -> Conversation:
-        renderer = engine.renderer
-        head = Head.new(asked, thinking=renderer.default_thinking, effort=renderer.default_effort)
-        # Rendered once already, so that a head the format can't say is refused before the session exists.
-        renderer.render_head(head.tools, head.thinking, head.effort, head.system)
-        context = renderer.new_context(head.thinking, head.tools)
-        writer = store.writer(
+        opened = open_session(
+            engine,
+            store,
             name,
-            create=True,
-            identity=engine.identity,
-            layout=engine.layout,
-            fixed={"head": head.to_json(), "model": engine.name},
+            mode=mode,
+            new=new,
+            at=at,
+            asked=head,
+            require_cached=require_cached,
+            emit=emit,
+            cancel=cancel,
         )
-        empty = Restored(engine.timeline(), None, None, 0, 0)
-        found = cls(engine, store, name, head, Saver(writer), empty, context)
-        emit(found._opened("created", None, 0, 0))
+        found = cls(engine, store, opened)
+        timeline, restored = found._timeline, opened.restored
+        emit(
+            ev.SessionOpened(
+                name=opened.name,
+                how=opened.how,
+                turn=found.turn_id,
+                source=opened.source,
+                tokens=len(timeline.tokens),
+                reused=restored.reused,
+                replayed=restored.replayed,
+                pending=len(timeline.pending),
+            )
+        )
         return found
 
     @property
@@ -209,14 +167,17 @@ class Conversation:
         context: RenderContext,
         cancel: Cancel,
     ) -> Iterator[ev.Event]:
+        if self._busy or len(self._timeline.tokens) + len(ids) + room != self._timeline.limit:
+            raise K3Error("the conversation went on since this turn was asked for", "turns run in the order asked")
         self._busy = True
         fresh = not self._timeline.tokens and self._saver is not None
         answer: Answer | None = None
         try:
-            keep_at = already = 0
+            keep_at = 0
             if fresh:
-                keep_at = yield from self._share(ids)
-                already = len(self._timeline.tokens)
+                shared = start_shared(self.engine, self._store, ids)
+                self._timeline, self._plan, keep_at = shared.timeline, shared.plan, shared.keep_at
+                yield from shared.notices
             answer = Answer(
                 self.engine,
                 self._timeline,
@@ -225,18 +186,18 @@ class Conversation:
                 sampling,
                 context,
                 self.head.thinking,
-                already=already,
+                already=len(self._timeline.tokens) if fresh else 0,
                 keep_at=keep_at,
                 replayed=self._replayed,
             )
-            self._replayed = 0
             yield from answer.run(room, cancel)
+            yield from answer.closing_events()
         except GeneratorExit:
             # The reader went away between two steps: a cancel like any other, but there is nobody to tell.
-            if answer is not None and answer.begun and not self._timeline.torn:
-                answer.finish("cancelled")
-                for _ in self._finish(answer):
-                    pass
+            if answer is not None and answer.begun:
+                if not answer.stop:
+                    answer.finish("cancelled")
+                self._conclude(answer)
             elif fresh:
                 self._timeline, self._plan = self.engine.timeline(), None
             self._busy = False
@@ -246,109 +207,57 @@ class Conversation:
             self._busy = False
             raise
         try:
-            yield from self._finish(answer)
+            told = self._conclude(answer)
         finally:
             self._busy = False
+        yield from told
 
-    def _share(self, ids: list[int]) -> Generator[ev.Event, None, int]:
-        """Start a new session from stored state with the same first tokens, where there is some.
-
-        Returns the position at which to keep a boundary of our own (0: nowhere): some session has evaluated the tokens
-        up to there as well, but none has kept its state.
-        """
-        plan, matched = shared_prefix(self.engine, self._store, ids)
-        restored = None
-        if plan is not None:
-            try:
-                restored = self._store.restore(plan, self.engine.identity, self.engine.layout)
-            except (Damaged, SessionChanged) as error:
-                yield ev.Notice(
-                    "shared-prefix-unusable",
-                    f"{plan.boundary} tokens are known from another session, but their state can't be read ({error}): "
-                    "evaluating them",
-                )
-        if plan is not None and restored is not None:
-            turns = record.lineage(self._store, plan.turn)
-            timeline = self.engine.restored_timeline(restored, ids[: plan.boundary])
-            timeline.schedule = record.recorded_schedule(turns, 0, plan.boundary)
-            self._timeline = timeline
-            self._plan = plan
-            yield ev.Notice(
-                "shared-prefix",
-                f"the first {plan.boundary} tokens are known from another session: their state is reused",
-            )
-        return matched if matched > self._timeline.position else 0
-
-    def _finish(self, answer: Answer) -> Iterator[ev.Event]:
-        """Save the turn and take note of it."""
+    def _conclude(self, answer: Answer) -> list[ev.Event]:
+        """Save the turn and take note of it; what there is to tell."""
         timeline = self._timeline
-        yield from answer.closing_events()
-        self._context = answer.context
-        self._close = answer.close
-        self._calls = answer.calls
-        counts = answer.counts
+        self._context, self._close, self._calls = answer.context, answer.close, answer.calls
+        self._replayed = 0
+        told: list[ev.Event] = []
+        saved = False
         if self._saver is None:
             self._last = timeline.fork()
-            yield ev.NotSaved("ephemeral", **counts, queued=0)
-            yield ev.Done(answer.stop, None, False, answer.prefill_rate, answer.decode_rate)
-            return
-        kept = answer.kept
-        if kept is not None:
-            self._saver.save(answer.prompt_draft(self._plan), kept)
+            told.append(ev.NotSaved("ephemeral", **answer.counts, queued=0))
+        else:
+            assert self.name is not None
+            drafts = answer.drafts(self._plan, timeline.snapshot())
             self._plan = None
-        result = self._saver.save(answer.draft(self._plan), timeline.snapshot())
-        self._plan = None
-        if result.error is not None:
-            self._last = timeline.fork()
-        yield from self._saved(result, answer.counts, kept is not None)
-        yield ev.Done(
-            answer.stop,
-            self.turn_id if result.report is not None else None,
-            result.report is not None,
-            answer.prefill_rate,
-            answer.decode_rate,
-        )
+            result = self._saver.save(drafts)
+            saved = result.report is not None
+            if result.report is not None:
+                self._last = None
+                self.turn_id = result.report.turn.id
+                if len(drafts) > 1 and result.report.turn.parent is not None:
+                    told += self._keep_shared(result.report.turn.parent)
+            else:
+                self._last = timeline.fork()
+            told += save_events(result, self.name, answer.counts, self.queued)
+        turn = self.turn_id if saved else None
+        told.append(ev.Done(answer.stop, turn, saved, answer.prefill_rate, answer.decode_rate))
+        return told
 
-    def _saved(self, result: SaveResult, counts: Mapping[str, int], mark: bool = False) -> Iterator[ev.Event]:
-        assert self._saver is not None
-        assert self.name is not None
-        if result.error is not None:
-            yield ev.Notice(
-                "not-saved",
-                f"this turn could not be saved ({result.error}); the conversation goes on in memory, and the next "
-                "save will contain it",
-            )
-            yield ev.NotSaved(str(result.error), **counts, queued=self.queued)
-            return
-        report = result.report
-        assert report is not None
-        self._last = None
-        self.turn_id = report.turn.id
-        for line in report.notices:
-            yield ev.Notice("store", line)
-        for evicted in report.evicted:
-            yield ev.Notice("evicted", f"the state of session {evicted} was dropped to make room; its turns are kept")
-        if mark and report.turn.parent is not None:
-            self._store.mark(self.name, report.turn.parent, SHARED_MARK)
-        yield ev.Saved(
-            session=self.name,
-            turn=report.turn.id,
-            position=report.turn.position,
-            pending=report.turn.total - report.turn.position,
-            **counts,
-            bytes_written=result.bytes_written,
-            bytes_pages=result.bytes_pages,
-            bytes_checkpoint=result.bytes_checkpoint,
-            seconds=round(result.seconds, 6),
-            turns=result.turns,
-        )
+    def _keep_shared(self, turn_id: str) -> list[ev.Event]:
+        try:
+            self._store.mark(self.name, turn_id, SHARED_MARK)
+        except StoreError as error:
+            return [ev.Notice("store", f"the shared prefix could not be marked to stay ({error})")]
+        return []
 
     def save(self) -> Iterator[ev.Event]:
         """Try again to save the turns that are queued in memory. Nothing happens when none are."""
         if self._saver is None or not self._saver.queued:
             return
+        assert self.name is not None
+        result = self._saver.retry()
+        if result.report is not None:
+            self._last = None
+            self.turn_id = result.report.turn.id
         none = dict.fromkeys(("reused", "replayed", "prefilled", "generated"), 0)
-        yield from self._saved(self._saver.retry(), none)
+        yield from save_events(result, self.name, none, self.queued)
 
     def fork(self, new: str | None) -> Conversation:
         """A conversation that goes on from here independently, sharing state in memory: session `new`, or ephemeral.
@@ -375,9 +284,13 @@ class Conversation:
             )
             plan = self._store.plan(turn.id, self.engine.identity, self.engine.layout)
         restored = Restored(self._timeline.fork(), turn, plan, self._timeline.position, 0)
-        child = Conversation(self.engine, self._store, new, self.head, saver, restored, self._context.copy())
-        child._close = list(self._close)
-        child._calls = list(self._calls)
+        how = "ephemeral" if new is None else "forked"
+        child = Conversation(
+            self.engine, self._store, Opened(new, self.head, saver, restored, self._context.copy(), how, self.name)
+        )
+        child._close, child._calls = list(self._close), list(self._calls)
+        if saver is None:
+            child._last = child._timeline.fork()
         return child
 
     def undo(self, *, emit: Emit = silent, cancel: Cancel = never) -> str | None:
@@ -397,9 +310,9 @@ class Conversation:
             )
         assert self.name is not None
         restored = restore_turn(self.engine, self._store, parent, require_cached=False, emit=emit, cancel=cancel)
-        emit(_move_notice(self.name, parent))
+        emit(move_notice(self.name, parent))
         self._saver.move_to = parent
-        self._adopt(restored)
+        self._adopt(restored, record.context_after(self._store.turn(parent)))
         return self.turn_id
 
     def open_calls(self) -> list[dict[str, Any]]:
@@ -449,45 +362,21 @@ class Conversation:
         if self._last is not None:
             self._timeline = self._last.fork()
         elif self.turn_id is not None:
-            self._adopt(
-                restore_turn(self.engine, self._store, self.turn_id, require_cached=False, emit=silent, cancel=never)
+            again = restore_turn(
+                self.engine, self._store, self.turn_id, require_cached=False, emit=silent, cancel=never
             )
+            self._adopt(again, record.context_after(self._store.turn(self.turn_id)))
         else:
-            self._timeline = self.engine.timeline()
-            self._plan = None
+            self._timeline, self._plan = self.engine.timeline(), None
         self._abandoned = ""
 
-    def _adopt(self, restored: Restored) -> None:
-        assert restored.turn is not None
+    def _adopt(self, restored: Restored, context: RenderContext) -> None:
+        turn = restored.turn
         self._timeline = restored.timeline
         self._plan = restored.plan
         self._replayed = restored.replayed
-        self.turn_id = restored.turn.id
-        self._close = record.close_ids(restored.turn)
-        self._context = record.context_after(restored.turn)
-        self._calls = _open_calls(restored.turn)
-
-    def _opened(self, how: str, source: str | None, reused: int, replayed: int) -> ev.SessionOpened:
-        return ev.SessionOpened(
-            name=self.name,
-            how=how,
-            turn=self.turn_id,
-            source=source,
-            tokens=len(self._timeline.tokens),
-            reused=reused,
-            replayed=replayed,
-            pending=len(self._timeline.pending),
-        )
-
-
-def _open_calls(turn: Turn | None) -> list[dict[str, Any]]:
-    """All calls of a recorded answer; how many are answered is in the render context."""
-    return [] if turn is None else list(turn.meta.get("calls") or [])
-
-
-def _move_notice(name: str, turn_id: str) -> ev.Notice:
-    return ev.Notice(
-        "older-turn",
-        f"going on from turn {turn_id[:12]}: the turns after it leave session {name} when the next turn is saved "
-        f"(`k3 fork {name}` before that keeps them under another name)",
-    )
+        self._context = context
+        self.turn_id = None if turn is None else turn.id
+        self._close = record.close_ids(turn)
+        # All calls of the recorded answer; how many of them are answered is in the context.
+        self._calls = [] if turn is None else list(turn.meta.get("calls") or [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,14 +98,3 @@ def _with_offer(engine: Engine, store: Any, turn_id: str, plan: RestorePlan, err
         error.expected,
         f"`k3 repair` sets what is damaged aside; the turn then resumes from {where}, evaluating {cost} tokens again",
     )
-
-
-def shared_prefix(engine: Engine, store: Any, ids: Sequence[int]) -> tuple[RestorePlan | None, int]:
-    """Stored state that a new session may start from, and how many leading ids some session has evaluated.
-
-    (plan or None, matched): plan.boundary < len(ids), so that at least one token is left to draw from.
-    """
-    plan = store.find_prefix(engine.identity, engine.layout, ids[:-1])
-    if plan is None:
-        return None, 0
-    return (plan if plan.turn is not None and plan.boundary else None), plan.matched

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 from k3_sessions.errors import BadDraft, StoreError
 from k3_sessions.types import TurnDraft
 
+from k3cli.engine import events as ev
 from k3cli.engine.timeline import Snapshot
 
 if TYPE_CHECKING:
-    from k3_sessions.types import CommitReport, StateSource
+    from collections.abc import Mapping, Sequence
+
+    from k3_sessions.types import CommitReport
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Saver:
     def __init__(self, writer: Any) -> None:
         self.writer = writer
         self.move_to: str | None = None
-        self._held: list[tuple[TurnDraft, StateSource]] = []
+        self._held: list[tuple[TurnDraft, Snapshot]] = []
         self._last: Snapshot | None = None
 
     @property
@@ -45,10 +48,10 @@ class Saver:
         """Turns that are in memory only."""
         return len(self._held) + int(self.writer.unsaved)
 
-    def save(self, draft: TurnDraft, source: Snapshot) -> SaveResult:
-        """Store a turn, and whatever waited before it."""
-        self._held.append((draft, source))
-        self._last = source
+    def save(self, drafts: Sequence[tuple[TurnDraft, Snapshot]]) -> SaveResult:
+        """Store turns, oldest first, each with the state after it, and whatever waited before them."""
+        self._held += drafts
+        self._last = drafts[-1][1]
         return self.retry()
 
     def retry(self) -> SaveResult:
@@ -82,3 +85,34 @@ class Saver:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def save_events(result: SaveResult, session: str, counts: Mapping[str, int], queued: int) -> list[ev.Event]:
+    """What to tell after an attempt to save. counts: those of the turn (events.Saved)."""
+    if result.report is None:
+        message = (
+            f"this turn could not be saved ({result.error}); the conversation goes on in memory, and the next save "
+            "will contain it"
+        )
+        return [ev.Notice("not-saved", message), ev.NotSaved(str(result.error), **counts, queued=queued)]
+    report = result.report
+    told: list[ev.Event] = [ev.Notice("store", line) for line in report.notices]
+    told += [
+        ev.Notice("evicted", f"the state of session {name} was dropped to make room; its turns are kept")
+        for name in report.evicted
+    ]
+    told.append(
+        ev.Saved(
+            session=session,
+            turn=report.turn.id,
+            position=report.turn.position,
+            pending=report.turn.total - report.turn.position,
+            **counts,
+            bytes_written=result.bytes_written,
+            bytes_pages=result.bytes_pages,
+            bytes_checkpoint=result.bytes_checkpoint,
+            seconds=round(result.seconds, 6),
+            turns=result.turns,
+        )
+    )
+    return told

@@ -1,0 +1,64 @@
+"""Starting a new session from state that another session left for the same first tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from k3_sessions.errors import Damaged, SessionChanged
+
+from k3cli.engine.events import Notice
+from k3cli.engine.record import lineage, recorded_schedule
+from k3cli.engine.timeline import Timeline
+
+if TYPE_CHECKING:
+    from k3_sessions.types import RestorePlan
+
+    from k3cli.engine.engine import Engine
+
+SHARED_MARK = "shared-prefix"
+"""Mark on a turn whose checkpoint stays because other sessions begin with the same tokens."""
+
+
+@dataclass(frozen=True)
+class SharedStart:
+    """Where a new session begins: a timeline whose tokens are the reused ones, possibly none.
+
+    plan: what its state came from. keep_at: position at which the session should keep a boundary of its own, because
+    another session has evaluated the same tokens up to there and none has kept its state; 0 for nowhere.
+    """
+
+    timeline: Timeline
+    plan: RestorePlan | None
+    keep_at: int
+    notices: tuple[Notice, ...] = ()
+
+
+def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
+    """Look for the longest stored prefix of a first prompt. At least one of `ids` is left to evaluate.
+
+    State that can't be read costs a prefill, and a Notice says so.
+    """
+    # The last id is left out: its logits are needed, and those are not stored.
+    plan = store.find_prefix(engine.identity, engine.layout, ids[:-1])
+    if plan is None:
+        return SharedStart(engine.timeline(), None, 0)
+    if plan.turn is None or not plan.boundary:
+        return SharedStart(engine.timeline(), None, plan.matched)
+    try:
+        restored = store.restore(plan, engine.identity, engine.layout)
+    except (Damaged, SessionChanged) as error:
+        lost = Notice(
+            "shared-prefix-unusable",
+            f"{plan.boundary} tokens are known from another session, but their state can't be read ({error}): "
+            "evaluating them",
+        )
+        return SharedStart(engine.timeline(), None, 0, (lost,))
+    timeline = engine.restored_timeline(restored, ids[: plan.boundary])
+    # The steps that made this state belong to the record of the new session, so that it can be replayed by itself.
+    timeline.schedule = recorded_schedule(lineage(store, plan.turn), 0, plan.boundary)
+    found = Notice(
+        "shared-prefix", f"the first {plan.boundary} tokens are known from another session: their state is reused"
+    )
+    return SharedStart(timeline, plan, plan.matched if plan.matched > plan.boundary else 0, (found,))
