@@ -89,9 +89,7 @@ class FakeModel:
         self.script.update(enumerate(ids, position))
 
     def _logits(self, recurrent: Tensor, rows: list[Tensor]) -> Tensor:
-        mean = torch.zeros(WIDTH)
-        for row in rows[-64:]:
-            mean = mean + row / 64
+        mean = torch.stack(rows[-64:]).sum(0) / 64
         logits = torch.cat([recurrent, mean]) @ self.out
         if len(rows) in self.script:
             logits[self.script[len(rows)]] += 200
@@ -106,13 +104,12 @@ class FakeModel:
             state.recurrent += 1  # half a step
             raise RuntimeError("the device failed")
         out = []
-        for i in range(n):
+        rows += (vectors * 0.5).unbind(0)
+        for i in range(n) if logits == "all" else [n - 1]:
             powers = DECAY ** torch.arange(i, -1, -1, dtype=torch.float32)
             recurrent = start * DECAY ** (i + 1) + (powers[:, None] * vectors[: i + 1]).sum(0)
-            state.rows.append(vectors[i] * 0.5)
-            if logits == "all" or i == n - 1:
-                out.append(self._logits(recurrent, rows + state.rows[len(rows) :]))
-        state.recurrent = recurrent
+            out.append(self._logits(recurrent, rows[: len(rows) - n + i + 1]))
+        state.recurrent, state.rows = recurrent, rows
         return torch.stack(out)
 
     def verify(self, ids: Tensor, state: FakeState) -> tuple[Tensor, Any]:
