@@ -176,6 +176,28 @@ def test_a_shared_head_is_kept_the_second_time_and_reused_from_then_on(
         talk(conversation, "More", "Yes")
 
 
+def test_a_longer_shared_prompt_grows_from_a_shorter_one(make_fake_engine, store, talk) -> None:
+    engine = make_fake_engine()
+    document = "A line of the document.\n" * 50
+    reused = []
+    for number, text in enumerate(["Hello", "Hallo", *[document + end for end in ("Why?", "How?", "When?")]]):
+        with Conversation.open(engine, store, f"s{number}", mode="create", head={"system": SYSTEM}) as conversation:
+            engine.model.calls.clear()
+            events = talk(conversation, text)
+            report = of(events, ev.Saved)[0]
+            reused.append(report.reused)
+            assert sum(n for _, n in engine.model.calls) == report.position - report.reused
+    head = len(engine.renderer.render_head((), True, "max", SYSTEM)) // 512 * 512
+    assert reused[:4] == [0, 0, head, head]
+    assert reused[4] > head + 1024
+    assert reused[4] % 512 == 0
+    assert [[t.meta["kind"] for t in store.log(f"s{n}")] for n in (2, 3, 4)] == [["chat"], ["prompt", "chat"], ["chat"]]
+    for number in range(5):
+        events = list(replay(make_fake_engine(), store, f"s{number}"))
+        assert not of(events, ev.Difference)
+        assert of(events, ev.TurnReplayed)[-1].state == "equal"
+
+
 def test_a_prompt_kept_for_sharing_can_be_resumed_by_itself(make_fake_engine, store, talk) -> None:
     engine = make_fake_engine()
     for name in ("one", "two"):
