@@ -6,6 +6,7 @@ synced by `settle`, which must return before anything that points to the objects
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import secrets
@@ -21,9 +22,9 @@ TEMP_PREFIX = ".tmp-"
 """Names of unfinished files, in any directory of the store."""
 
 
-def path_of(id: str) -> str:  # noqa: A002
+def path_of(key: str) -> str:
     """Path of an object below the store's root."""
-    return f"objects/{id[:2]}/{id[2:]}"
+    return f"objects/{key[:2]}/{key[2:]}"
 
 
 def is_id(text: str) -> bool:
@@ -47,10 +48,9 @@ def write_file(fs: FileSystem, path: str, parts: Sequence[bytes]) -> None:
             raise OSError(errno.EIO, f"wrote {size} bytes, {found.size if found else 'nothing'} arrived", temp)
         fs.replace(temp, path)
     except OSError:
-        try:
+        # If it stays it is collected with the other leftovers; the first error is the one to tell.
+        with contextlib.suppress(OSError):
             fs.remove(temp)
-        except OSError:
-            pass  # collected with the other leftovers; the first error is the one to tell
         raise
 
 
@@ -119,27 +119,30 @@ class Blobs:
             return f"has {found.size} bytes where {blob.size} were written"
         return ""
 
-    def get(self, id: str, size: int | None = None) -> bytearray:  # noqa: A002
+    def get(self, key: str, size: int | None = None) -> bytearray:
         """Bytes of an object, hashed. Raises Damaged naming the file when they are not the ones written."""
-        path = path_of(id)
+        path = path_of(key)
         with os_errors("reading the session store"):
             found = self.fs.info(path)
             if found is None or found.kind != "file":
-                raise self._damaged(id, "is missing" if found is None else "is not a regular file")
+                raise self._damaged(key, "is missing" if found is None else "is not a regular file")
             if size is not None and found.size != size:
-                raise self._damaged(id, f"has {found.size} bytes where {size} were written")
+                raise self._damaged(key, f"has {found.size} bytes where {size} were written")
             try:
                 data = self.fs.read(path)
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                raise self._damaged(id, f"cannot be read ({error.strerror})") from error
-        if hashlib.sha256(data).hexdigest() != id:
-            raise self._damaged(id, "does not match its hash")
+                raise self._damaged(key, f"cannot be read ({error.strerror})") from error
+        if hashlib.sha256(data).hexdigest() != key:
+            raise self._damaged(key, "does not match its hash")
         return data
 
-    def _damaged(self, id: str, what: str) -> Damaged:  # noqa: A002
-        self.bad[id] = what
+    def _damaged(self, key: str, what: str) -> Damaged:
+        self.bad[key] = what
         return Damaged(
-            f"{path_of(id)} {what}", "the bytes that were written", "run `k3 verify`, then `k3 repair`", object=path_of(id)
+            f"{path_of(key)} {what}",
+            "the bytes that were written",
+            "run `k3 verify`, then `k3 repair`",
+            object=path_of(key),
         )

@@ -83,7 +83,7 @@ class Catalog:
         good: list[Ref] = []
         broken: list[Session] = []
         with os_errors("listing the sessions"):
-            names = self._fs.list("refs")
+            names = self._fs.names("refs")
         for file in names:
             if file.startswith(TEMP_PREFIX):
                 continue
@@ -100,29 +100,29 @@ class Catalog:
                     broken.append(Session(name=f"?{file[:8]}", error=str(error)))
         return sorted(good, key=lambda ref: ref.name), broken
 
-    def turn(self, id: str) -> TurnRecord:  # noqa: A002
+    def turn(self, key: str) -> TurnRecord:
         """A turn by its full id. Raises Damaged."""
-        found = self._turns.get(id)
+        found = self._turns.get(key)
         if found is None:
-            found = read_turn(self._blobs.get(id), id, path_of(id))
-            self._turns[id] = found
+            found = read_turn(self._blobs.get(key), key, path_of(key))
+            self._turns[key] = found
         return found
 
-    def root(self, id: str) -> Root:  # noqa: A002
-        found = self._roots.get(id)
+    def root(self, key: str) -> Root:
+        found = self._roots.get(key)
         if found is None:
-            found = self._roots[id] = read_root(self._blobs.get(id), path_of(id))
+            found = self._roots[key] = read_root(self._blobs.get(key), path_of(key))
         return found
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drop what is remembered about objects, so that they are read again."""
-        for id in ids:  # noqa: A001
-            self._turns.pop(id, None)
-            self._roots.pop(id, None)
+        for key in ids:
+            self._turns.pop(key, None)
+            self._roots.pop(key, None)
 
-    def path(self, id: str) -> list[TurnRecord]:  # noqa: A002
-        """Turns from the first to `id`. Raises Damaged if the chain is broken anywhere."""
-        turns = [self.turn(id)]
+    def path(self, key: str) -> list[TurnRecord]:
+        """Turns from the first to `key`. Raises Damaged if the chain is broken anywhere."""
+        turns = [self.turn(key)]
         while (parent := turns[-1].parent) is not None:
             child = turns[-1]
             turns.append(self.turn(parent))
@@ -161,9 +161,9 @@ class Catalog:
                 kept.setdefault(entry.turn, []).append(ref.name)
         return kept
 
-    def boundary_blobs(self, id: str) -> tuple[list[Page], tuple[Blob, ...]]:  # noqa: A002
-        """Pages and checkpoint objects of the joint boundary at turn `id`."""
-        path = self.path(id)
+    def boundary_blobs(self, key: str) -> tuple[list[Page], tuple[Blob, ...]]:
+        """Pages and checkpoint objects of the joint boundary at turn `key`."""
+        path = self.path(key)
         return self.pages(path), path[-1].checkpoint
 
     def need(self, ref: Ref) -> Need:
@@ -184,8 +184,8 @@ class Catalog:
             need.other.update((turn.id, turn.size) for turn in branch)
         return need
 
-    def root_size(self, id: str) -> int:  # noqa: A002
-        found = self._fs.info(path_of(id))
+    def root_size(self, key: str) -> int:
+        found = self._fs.info(path_of(key))
         return found.size if found else 0
 
     def session(self, ref: Ref) -> Session:

@@ -27,7 +27,7 @@ _MIN_GAIN = 0.05
 _local = threading.local()
 
 
-class BadFrames(ValueError):
+class BadFrames(ValueError):  # noqa: N818
     """Frames that do not describe the array they claim to."""
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: N818 - each name says what happened; "Error" would add nothing
 """Everything the store refuses, one class per kind of trouble.
 
 Each message says what was found, what was expected and what to do next. The command line maps the classes to exit

@@ -19,10 +19,11 @@ from typing import Any, Literal, Protocol
 
 Buffer = bytes | bytearray | memoryview
 
-NETWORK_TYPES = frozenset(
-    "afs afpfs beegfs ceph cifs davfs fuse.ceph fuse.glusterfs fuse.rclone fuse.s3fs fuse.sshfs glusterfs gpfs lustre "
-    "ncpfs nfs nfs4 ocfs2 orangefs panfs smb3 smbfs".split()
-)
+_NETWORK = """
+afs afpfs beegfs ceph cifs davfs fuse.ceph fuse.glusterfs fuse.rclone fuse.s3fs fuse.sshfs glusterfs gpfs lustre ncpfs
+nfs nfs4 ocfs2 orangefs panfs smb3 smbfs
+"""
+NETWORK_TYPES = frozenset(_NETWORK.split())
 """File-system types whose locks or renames depend on another machine."""
 
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -83,8 +84,12 @@ class FileSystem(Protocol):
         """Content from `start`, `size` bytes or all; shorter only where the file ends."""
         ...
 
-    def list(self, path: str) -> list[str]:
+    def names(self, path: str) -> list[str]:
         """Names in a directory, sorted; "" is the root."""
+        ...
+
+    def entries(self, path: str) -> list[tuple[str, FileInfo]]:
+        """Names in a directory, sorted, with what each is; names that vanish meanwhile are left out."""
         ...
 
     def info(self, path: str) -> FileInfo | None:
@@ -220,22 +225,26 @@ class RealFS:
         finally:
             os.close(handle)
 
-    def list(self, path: str) -> list[str]:
+    def names(self, path: str) -> list[str]:
         with self._directory(path) as directory:
             return sorted(os.listdir(directory))
+
+    def entries(self, path: str) -> list[tuple[str, FileInfo]]:
+        found: list[tuple[str, FileInfo]] = []
+        with self._directory(path) as directory:
+            for name in sorted(os.listdir(directory)):
+                try:
+                    found.append((name, _info(os.stat(name, dir_fd=directory, follow_symlinks=False))))
+                except FileNotFoundError:
+                    continue
+        return found
 
     def info(self, path: str) -> FileInfo | None:
         try:
             with self._parent(path) as (folder, name):
-                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                return _info(os.stat(name, dir_fd=folder, follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        kind: Literal["file", "dir", "other"] = "other"
-        if stat.S_ISREG(found.st_mode):
-            kind = "file"
-        elif stat.S_ISDIR(found.st_mode):
-            kind = "dir"
-        return FileInfo(found.st_size, found.st_blocks * 512, found.st_mtime_ns, found.st_ino, kind)
 
     def space(self) -> Space:
         found = os.fstatvfs(self._root)
@@ -257,7 +266,7 @@ class RealFS:
     def lock(self, path: str, *, shared: bool, wait: float, note: bytes = b"") -> int | None:
         deadline = time.monotonic() + wait
         while True:
-            handle = self._open_lock(path, shared)
+            handle = self._open_lock(path, readable_only=not note)
             try:
                 fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
@@ -279,18 +288,28 @@ class RealFS:
                 os.pwrite(handle, note, 0)
             return handle
 
-    def _open_lock(self, path: str, shared: bool) -> int:
+    def _open_lock(self, path: str, *, readable_only: bool) -> int:
+        """A lock without a note also works on a disk that has become read-only."""
         flags = os.O_NOFOLLOW | os.O_CLOEXEC
         with self._parent(path) as (folder, name):
             try:
                 return os.open(name, flags | os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
             except OSError as error:
-                if not shared or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                if not readable_only or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                     raise
                 return os.open(name, flags | os.O_RDONLY, dir_fd=folder)
 
     def unlock(self, lock: int) -> None:
         os.close(lock)
+
+
+def _info(found: os.stat_result) -> FileInfo:
+    kind: Literal["file", "dir", "other"] = "other"
+    if stat.S_ISREG(found.st_mode):
+        kind = "file"
+    elif stat.S_ISDIR(found.st_mode):
+        kind = "dir"
+    return FileInfo(found.st_size, found.st_blocks * 512, found.st_mtime_ns, found.st_ino, kind)
 
 
 def _sync_directory(path: Path) -> None:

@@ -80,7 +80,7 @@ class TurnRecord:
 
 
 class Kept(NamedTuple):
-    """A turn whose checkpoint, and the pages up to it, a session needs; `prefix` digests the tokens before `position`."""
+    """A turn whose checkpoint and pages a session needs; `prefix` digests the tokens before `position`."""
 
     turn: str
     position: int
@@ -110,7 +110,10 @@ class Ref:
 
     def pack(self) -> bytes:
         """One line of JSON; "sha256" is the digest of the line without that key."""
-        body = {**self.unknown, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "unknown"}}
+        body = {
+            **self.unknown,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "unknown"},
+        }
         return seal({**body, "keep": [list(kept) for kept in self.keep], "k3": "ref"})
 
 
@@ -166,7 +169,7 @@ def read_root(data: Any, where: str) -> Root:
         return Root(Identity(**meta["identity"]), layout_from_json(meta["layout"]), dict(meta["fixed"]))
 
 
-def read_turn(data: Any, id: str, where: str) -> TurnRecord:  # noqa: A002
+def read_turn(data: Any, key: str, where: str) -> TurnRecord:
     found = unpack(data, Kind.TURN, where, known=("tokens",))
     with _well_formed(where):
         meta = found.meta
@@ -182,7 +185,7 @@ def read_turn(data: Any, id: str, where: str) -> TurnRecord:  # noqa: A002
             pages_from=int(meta["pages_from"]),
             pages=tuple(Page(int(a), int(b), Blob(i, int(n))) for a, b, i, n in meta["pages"]),
             checkpoint=tuple(Blob(i, int(n)) for i, n in meta["checkpoint"]),
-            id=id,
+            id=key,
             size=len(data),
         )
 

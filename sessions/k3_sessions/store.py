@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import orjson
 from k3_sessions import prefix, restoring, room, upkeep
 from k3_sessions.blobs import TEMP_PREFIX, Blobs, write_file
 from k3_sessions.catalog import Catalog, check_name, file_id
+from k3_sessions.common import check_json, now
 from k3_sessions.config import StoreConfig
 from k3_sessions.errors import (
     BadDraft,
@@ -28,6 +27,7 @@ from k3_sessions.errors import (
     SessionLocked,
     SessionMissing,
     StoreBusy,
+    StoreError,
     os_errors,
 )
 from k3_sessions.fs import NETWORK_TYPES, FileSystem, RealFS
@@ -41,19 +41,6 @@ MIN_ID = 6
 """Fewest digits of a turn id that select a turn."""
 
 
-def now() -> str:
-    """UTC, ISO 8601, to the millisecond."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def check_json(value: Mapping[str, Any], what: str) -> None:
-    """Raises BadDraft for values JSON cannot hold."""
-    try:
-        orjson.dumps(value)
-    except (TypeError, orjson.JSONEncodeError) as error:
-        raise BadDraft(f"{what} is not plain JSON ({error})") from error
-
-
 class Store:
     """One store under one root. Methods may be called from several threads; a SessionWriter from one at a time."""
 
@@ -63,6 +50,8 @@ class Store:
         self.blobs = Blobs(fs)
         self.catalog = Catalog(self.blobs)
         self.workers = config.threads or min(16, os.cpu_count() or 1)
+        self.postponed: list[TurnRecord] = []  # thinned, but another process was using the store
+        self.swept = False  # whether leftovers of crashed processes were collected
         self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -89,12 +78,12 @@ class Store:
 
     @staticmethod
     def _check_format(fs: FileSystem) -> None:
-        names = [name for name in fs.list("") if not name.startswith(TEMP_PREFIX)]
+        names = [name for name in fs.names("") if not name.startswith(TEMP_PREFIX)]
         if "FORMAT" in names:
             unseal(fs.read("FORMAT"), "store", "FORMAT")
             return
         foreign = sorted(set(names) - set(FOLDERS))
-        if foreign or any(fs.list(name) for name in names if name != "locks"):
+        if foreign or any(fs.names(name) for name in names if name != "locks"):
             raise FormatUnsupported(
                 f"{fs.where} has no FORMAT file but holds {', '.join(foreign or names)[:80]}",
                 "a session store or an empty folder",
@@ -104,7 +93,10 @@ class Store:
         for folder in FOLDERS:
             fs.make_dir(folder)
         for lock in ("store", "refs"):
-            fs.unlock(fs.lock(f"locks/{lock}", shared=False, wait=1.0) or 0) if False else None
+            # Made now, so that readers of a store that later turns read-only can still take it.
+            held = fs.lock(f"locks/{lock}", shared=True, wait=1.0)
+            if held is not None:
+                fs.unlock(held)
         write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
         fs.sync_dir("")
 
@@ -149,14 +141,16 @@ class Store:
             if lock is not None:
                 return lock
             holder: dict[str, Any] = {}
-            try:
+            # Nothing readable there: the holder has only just taken the lock, or just let go.
+            with suppress(orjson.JSONDecodeError, FileNotFoundError):
                 holder = orjson.loads(self.fs.read(path))
-            except (orjson.JSONDecodeError, FileNotFoundError):
-                pass  # it has just taken the lock, or just let go
         pid, host = holder.get("pid"), holder.get("host")
         who = f"process {pid} on {host} since {holder.get('since')}" if pid else "another process"
         raise SessionLocked(
-            f"session {name} is being written by {who}", f"wait for it, or work on a fork: `k3 fork {name}`", pid=pid, host=host
+            f"session {name} is being written by {who}",
+            f"wait for it, or work on a fork: `k3 fork {name}`",
+            pid=pid,
+            host=host,
         )
 
     @contextmanager
@@ -193,10 +187,10 @@ class Store:
         for ref in refs:
             try:
                 found.append(self.catalog.session(ref))
-            except Exception as error:
-                if not isinstance(error, upkeep.REFUSALS):
-                    raise
-                found.append(Session(name=ref.name, head=ref.head, tree=ref.tree, updated=ref.updated, error=str(error)))
+            except StoreError as error:
+                found.append(
+                    Session(name=ref.name, head=ref.head, tree=ref.tree, updated=ref.updated, error=str(error))
+                )
         return found + broken
 
     def exists(self, name: str) -> bool:
@@ -282,9 +276,7 @@ class Store:
             self.fs.unlock(lock)
             raise
 
-    def plan(
-        self, turn_id: str, identity: Identity, layout: StateLayout, *, upto: int | None = None
-    ) -> RestorePlan:
+    def plan(self, turn_id: str, identity: Identity, layout: StateLayout, *, upto: int | None = None) -> RestorePlan:
         """How to reach position `upto` (default: all this turn evaluated) of the branch that ends in `turn_id`.
 
         Reads no state; objects that are missing, of the wrong size, or that failed a read before are gone around.
@@ -355,7 +347,9 @@ class Store:
         current: str | None = ref.head
         while current != head:
             if current is None:
-                raise SessionMissing(f"session {ref.name} has no turn {head[:12]}", do=f"`k3 log {ref.name}` lists them")
+                raise SessionMissing(
+                    f"session {ref.name} has no turn {head[:12]}", do=f"`k3 log {ref.name}` lists them"
+                )
             later.add(current)
             current = self.catalog.turn(current).parent
         return tuple(entry for entry in ref.keep if entry.turn not in later)
@@ -369,10 +363,11 @@ class Store:
                 raise SessionExists(f"session {new} exists", do="choose another name")
             ref = replace(ref, name=new, updated=now())
             self.save_ref(ref)
-            self._drop_ref(name)
+            self.drop_ref(name)
         return self.catalog.session(ref)
 
-    def _drop_ref(self, name: str) -> None:
+    def drop_ref(self, name: str) -> None:
+        """Remove a ref and its lock file; the caller holds the session's lock and `changing_refs`."""
         with os_errors(f"removing session {name}"):
             self.fs.remove(f"refs/{file_id(check_name(name))}")
             self.fs.sync_dir("refs")
@@ -423,7 +418,3 @@ class Store:
     def usage(self) -> room.Usage:
         """Bytes per session and per tree, MLA and KDA apart, shared and own; totals, quota and free space."""
         return room.usage(self)
-
-
-def new_tree() -> str:
-    return secrets.token_hex(8)

@@ -72,7 +72,7 @@ class StateSource(Protocol):
         ...
 
     def page_rows(self, name: str, start: int, stop: int) -> Array:
-        """Rows of page field `name` for positions [start, stop): `[len(layers), stop - start, *shape]`, C-contiguous."""
+        """Rows [start, stop) of page field `name`: `[len(layers), stop - start, *shape]`, C-contiguous."""
         ...
 
 

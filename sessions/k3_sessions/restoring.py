@@ -1,0 +1,216 @@
+"""From a turn to live state: choose the joint boundary, then read all it needs before returning any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from k3_sessions.errors import BadDraft, Damaged, IdentityMismatch, SessionChanged
+from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
+from k3_sessions.objects import Kind
+from k3_sessions.records import Page, Root, TurnRecord
+from k3_sessions.state_objects import (
+    Group,
+    fields_of,
+    group_claims,
+    groups_of,
+    open_state,
+    page_claims,
+    read_section,
+)
+from k3_sessions.types import DTYPES, HASH_BLOCK, Array, Identity, RestorePlan, StateLayout
+
+if TYPE_CHECKING:
+    from k3_sessions.store import Store
+
+
+def check_root(root: Root, identity: Identity, layout: StateLayout, what: str) -> None:
+    """Raises IdentityMismatch unless state under `root` can be used by a model with this identity and layout."""
+    check_identity(root.identity, identity, what)
+    if root.layout != layout:
+        raise IdentityMismatch(
+            f"{what} has another state layout",
+            "the layout of the loaded model",
+            "load the model it was made with, or evaluate its transcript again with `k3 replay --into`",
+            fields=("layout",),
+        )
+
+
+def plan(store: Store, turn: TurnRecord, identity: Identity, layout: StateLayout, upto: int | None) -> RestorePlan:
+    """See Store.plan."""
+    target = turn.position if upto is None else upto
+    if not 0 <= target <= turn.position:
+        raise BadDraft(f"position {target} of turn {turn.id[:12]}", f"0 to {turn.position}")
+    check_root(store.catalog.root(turn.root), identity, layout, f"turn {turn.id[:12]}")
+    path = store.catalog.path(turn.id)
+    tokens = store.catalog.tokens(path)
+    kept = store.catalog.kept()
+    reasons: list[str] = []
+    for number in range(len(path) - 1, -1, -1):
+        candidate = path[number]
+        if candidate.position > target or not candidate.checkpoint:
+            continue
+        if candidate.id not in kept:
+            if not reasons:
+                reasons.append(f"the checkpoint at {candidate.position} was thinned or evicted")
+            continue
+        pages = store.catalog.pages(path[: number + 1])
+        blobs = [page.blob for page in pages] + list(candidate.checkpoint)
+        wrong = next(((blob, what) for blob in blobs if (what := store.blobs.check(blob))), None)
+        if wrong is not None:
+            reasons.append(f"object {wrong[0].id[:12]} of the checkpoint at {candidate.position} {wrong[1]}")
+            continue
+        return RestorePlan(
+            turn=candidate.id,
+            boundary=candidate.position,
+            target=target,
+            replay=tuple(tokens[candidate.position : target].tolist()),
+            read_bytes=sum(blob.size for blob in blobs),
+            reason=_reason(candidate.position, target, reasons),
+            matched=target,
+        )
+    return RestorePlan(None, 0, target, tuple(tokens[:target].tolist()), 0, _reason(0, target, reasons), target)
+
+
+def _reason(boundary: int, target: int, reasons: list[str]) -> str:
+    if boundary == target:
+        return ""
+    return "; ".join(reasons) or f"no checkpoint between {boundary} and {target}"
+
+
+class State:
+    """Restored state: every array read and checked. Page rows sit in one array per hash block and field."""
+
+    def __init__(self, position: int, checkpoint: Mapping[str, Array], blocks: Mapping[str, Sequence[Array]]) -> None:
+        self.position = position
+        self._checkpoint = checkpoint
+        self._blocks = blocks
+
+    def checkpoint(self) -> Mapping[str, Array]:
+        """Every checkpoint field, `[len(layers), *shape]`."""
+        return self._checkpoint
+
+    def page_rows(self, name: str, start: int, stop: int) -> Array:
+        """Rows [start, stop) of a page field, `[len(layers), stop - start, *shape]`; no copy for one whole block."""
+        if not 0 <= start <= stop <= self.position:
+            raise BadDraft(f"rows {start} to {stop}", f"0 to {self.position}")
+        blocks = self._blocks[name]
+        first, last = start // HASH_BLOCK, -(-stop // HASH_BLOCK)
+        parts = [
+            block[:, max(0, start - at) : stop - at]
+            for number, block in enumerate(blocks[first:last], first)
+            if (at := number * HASH_BLOCK) is not None
+        ]
+        if not parts:
+            # An empty range still has the field's shape.
+            return blocks[0][:, :0]
+        return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
+
+
+def restore(store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout) -> State:
+    """See Store.restore."""
+    if plan.turn is None:
+        return State(0, {}, {})
+    with store.using():
+        path = store.catalog.path(plan.turn)
+        turn = path[-1]
+        root = store.catalog.root(turn.root)
+        check_root(root, identity, layout, f"turn {turn.id[:12]}")
+        if turn.position != plan.boundary:
+            raise BadDraft(f"a plan for position {plan.boundary} of turn {turn.id[:12]}", str(turn.position))
+        seed = identity_digest(root.identity)
+        digest = PrefixDigest(seed, store.catalog.tokens(path))
+        pages = store.catalog.pages(path)
+        try:
+            return _read(store, layout, seed, digest, turn, pages)
+        except Damaged:
+            # Missing objects are no damage if, meanwhile, the last session that kept them let go.
+            if turn.id not in store.catalog.kept():
+                raise SessionChanged(
+                    f"the checkpoint of turn {turn.id[:12]} was dropped by another process", do="plan the restore again"
+                ) from None
+            raise
+
+
+def _read(
+    store: Store, layout: StateLayout, seed: bytes, digest: PrefixDigest, turn: TurnRecord, pages: Sequence[Page]
+) -> State:
+    at = (turn.position, digest.at(turn.position))
+    if at[1] != turn.prefix:
+        raise Damaged(f"turn {turn.id[:12]} does not describe its own tokens", object=turn.id)
+    groups = groups_of(layout)
+    if len(groups) != len(turn.checkpoint):
+        raise Damaged(
+            f"turn {turn.id[:12]} has {len(turn.checkpoint)} checkpoint objects", str(len(groups)), object=turn.id
+        )
+    checkpoint = {
+        f.name: np.empty((len(f.layers), *f.shape), dtype=DTYPES[f.dtype]) for f in fields_of(layout, "checkpoint")
+    }
+    blocks: dict[str, list[Array]] = {}
+    for f in fields_of(layout, "page"):
+        sizes = [min(HASH_BLOCK, turn.position - start) for start in range(0, turn.position, HASH_BLOCK)] or [0]
+        blocks[f.name] = [np.empty((len(f.layers), size, *f.shape), dtype=DTYPES[f.dtype]) for size in sizes]
+    jobs: list[Callable[[], None]] = [
+        partial(_read_group, store, layout, seed, at, group, (blob.id, blob.size), checkpoint)
+        for group, blob in zip(groups, turn.checkpoint, strict=True)
+    ]
+    jobs += [partial(_read_page, store, layout, seed, digest, page, blocks) for page in pages]
+    run_all(store, jobs)
+    return State(turn.position, checkpoint, blocks)
+
+
+def run_all(store: Store, jobs: Sequence[Callable[[], None]]) -> None:
+    """Run jobs on the workers; after the first failure the rest is skipped, and that failure is raised."""
+    futures: list[Future[None]] = [store.pool().submit(job) for job in jobs]
+    try:
+        for future in futures:
+            future.result()
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            if not future.cancelled():
+                future.exception()
+        raise
+
+
+def _read_group(
+    store: Store,
+    layout: StateLayout,
+    seed: bytes,
+    at: tuple[int, str],
+    group: Group,
+    blob: tuple[str, int],
+    out: Mapping[str, Array],
+) -> None:
+    fields = fields_of(layout, "checkpoint")
+    found = open_state(store.blobs.get(*blob), blob[0], Kind.CHECKPOINT, fields, group_claims(group, seed, at))
+    for f in fields:
+        read_section(found, f, out[f.name][slice(*group.spans[f.name])], blob[0])
+
+
+def _read_page(
+    store: Store,
+    layout: StateLayout,
+    seed: bytes,
+    digest: PrefixDigest,
+    page: Page,
+    out: Mapping[str, Sequence[Array]],
+) -> None:
+    fields = fields_of(layout, "page")
+    number, offset = divmod(page.start, HASH_BLOCK)
+    claims = page_claims(page, seed, digest.at(page.stop))
+    found = open_state(store.blobs.get(page.blob.id, page.blob.size), page.blob.id, Kind.PAGE, fields, claims)
+    for f in fields:
+        block = out[f.name][number]
+        rows = page.stop - page.start
+        if rows == block.shape[1]:
+            read_section(found, f, block, page.blob.id)
+            continue
+        part = np.empty((block.shape[0], rows, *block.shape[2:]), dtype=block.dtype)
+        read_section(found, f, part, page.blob.id)
+        block[:, offset : offset + rows] = part

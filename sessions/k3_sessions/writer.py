@@ -1,0 +1,486 @@
+"""Writing turns: the one writer of a session, and what a commit does, in order.
+
+1 objects   pages and checkpoint groups not on disk yet: temp file, write, fsync, rename
+2           their directories are synced
+3 turn      the same way, pointing at the objects and at its parent
+4 ref       replaced atomically, its directory synced: from here on the turn is saved
+5 thinning  checkpoints no session keeps any more are removed
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from k3_sessions import room, upkeep
+from k3_sessions.blobs import Batch
+from k3_sessions.common import check_json, new_tree, now
+from k3_sessions.errors import BadDraft, SessionChanged, SessionMissing, StoreError
+from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
+from k3_sessions.objects import Blob
+from k3_sessions.records import Kept, Page, Ref, Root, TurnRecord
+from k3_sessions.state_objects import (
+    check_array,
+    check_checkpoint,
+    fields_of,
+    groups_of,
+    pack_group,
+    pack_page,
+    row_bytes,
+)
+from k3_sessions.thinning import choose
+from k3_sessions.types import HASH_BLOCK, Array, CommitReport, Identity, StateLayout, StateSource, Turn, TurnDraft
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from k3_sessions.store import Store
+
+TURN_OVERHEAD = 64 * 1024
+"""Bytes a commit may need beside state and token ids, for the room check."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A turn that is not on disk yet."""
+
+    draft: TurnDraft
+    tokens: Array
+    created: str
+
+
+class _Staging:
+    """Bounds the raw bytes on their way to the disk; one piece may pass even if it alone is over the bound."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def take(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
+            self._used += size
+
+    def give(self, size: int) -> None:
+        with self._changed:
+            self._used -= size
+            self._changed.notify_all()
+
+
+class SessionWriter:
+    """Holds the session's lock until `close`. Use from one thread at a time.
+
+    A commit that fails for want of room or by an I/O error keeps its turn: the next commit stores it too (without a
+    checkpoint of its own), and `flush` tries again at once. Do not hand the same draft over twice.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        lock: Any,
+        ref: Ref | None,
+        identity: Identity,
+        layout: StateLayout,
+        fixed: Mapping[str, Any],
+        meta: Mapping[str, Any],
+    ) -> None:
+        self.name = name
+        self._store = store
+        self._identity = identity
+        self._layout = layout
+        self._seed = identity_digest(identity)
+        self._meta = meta
+        self._waiting: list[_Waiting] = []
+        self._attempt: tuple[TurnRecord, ...] = ()
+        self._exact = 0  # page rows before this position are known to be the ones on disk
+        self._created = ref is not None
+        self._root = Root(identity, layout, fixed)
+        self._path: list[TurnRecord] = []
+        if ref is not None:
+            self._root = store.catalog.root(ref.root)
+            check_identity(self._root.identity, identity, f"session {name}")
+            self._path = store.catalog.path(ref.head)
+        self._lock: Any = lock
+
+    # The lock
+
+    def close(self) -> None:
+        """Release the session. Turns that could not be stored are lost with the process that holds them."""
+        if self._lock is not None:
+            self._store.fs.unlock(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> SessionWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What is there
+
+    @property
+    def head(self) -> Turn | None:
+        """The newest turn on disk."""
+        return self._store.catalog.public(self._path[-1], self._store.catalog.kept()) if self._path else None
+
+    @property
+    def unsaved(self) -> int:
+        """Turns handed over that are not on disk."""
+        return len(self._waiting)
+
+    def _end(self) -> tuple[int, int]:
+        """Tokens and position at the end of everything handed over."""
+        tokens = (self._path[-1].total if self._path else 0) + sum(len(w.tokens) for w in self._waiting)
+        if self._waiting:
+            return tokens, self._waiting[-1].draft.position
+        return tokens, self._path[-1].position if self._path else 0
+
+    def set_head(self, turn_id: str) -> None:
+        """Go back to an earlier turn of this session; the turns after it are no longer part of it.
+
+        The next commit must say what the live state was restored from. Raises SessionMissing.
+        """
+        numbers = {turn.id: number for number, turn in enumerate(self._path)}
+        if turn_id not in numbers:
+            raise SessionMissing(
+                f"session {self.name} has no turn {turn_id[:12]}", do=f"`k3 log {self.name}` lists them"
+            )
+        path = self._path[: numbers[turn_id] + 1]
+        on_path = {turn.id for turn in path}
+        store = self._store
+        with store.using(), store.changing_refs():
+            ref = self._current_ref()
+            keep = tuple(k for k in ref.keep if k.turn in on_path or k.turn in ref.marks.values())
+            store.save_ref(replace(ref, head=turn_id, keep=keep, updated=now()))
+        self._path, self._exact, self._waiting, self._attempt = path, 0, [], ()
+
+    def _current_ref(self) -> Ref:
+        ref = self._store.catalog.ref(self.name)
+        if not self._path or ref.head != self._path[-1].id:
+            raise SessionChanged(f"session {self.name} has another head than its writer left", do="open it again")
+        return ref
+
+    # Committing
+
+    def commit(self, draft: TurnDraft, source: StateSource) -> CommitReport:
+        """Store a turn and the state after it; returns when both are durable.
+
+        Raises BadDraft (nothing is kept of it); StoreFull, StoreReadOnly, IOFailure, StoreBusy (the turn is kept in
+        memory, see the class); SessionChanged.
+        """
+        if self._lock is None:
+            raise BadDraft(f"session {self.name} was closed", do="open a writer")
+        tokens = self._check(draft)
+        checkpoint = check_checkpoint(self._layout, source.checkpoint())
+        self._waiting.append(_Waiting(draft, tokens, now()))
+        return self._store_waiting(source, checkpoint)
+
+    def flush(self, source: StateSource) -> CommitReport | None:
+        """Try again to store what earlier commits could not; `source` is the state after the last of them."""
+        if not self._waiting:
+            return None
+        return self._store_waiting(source, check_checkpoint(self._layout, source.checkpoint()))
+
+    def _check(self, draft: TurnDraft) -> Array:
+        total, position = self._end()
+        try:
+            tokens = np.asarray(draft.tokens, dtype=np.int64).reshape(-1)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BadDraft(f"token ids that are not integers ({error})") from error
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= 2**32):
+            raise BadDraft(f"token ids from {tokens.min()} to {tokens.max()}", "0 to 2^32-1")
+        if not position <= draft.position <= total + len(tokens):
+            raise BadDraft(f"a turn at position {draft.position}", f"{position} to {total + len(tokens)}")
+        check_json(draft.meta, "the turn's meta data")
+        return tokens.astype("<u4")
+
+    def _store_waiting(self, source: StateSource, checkpoint: Mapping[str, Array]) -> CommitReport:
+        began = time.perf_counter()
+        store = self._store
+        self._adopt_attempt()
+        if not self._waiting:
+            assert self._path
+            return CommitReport(self.head, 0, 0, 0, time.perf_counter() - began, stored=0)  # type: ignore[arg-type]
+        waiting = tuple(self._waiting)
+        position = waiting[-1].draft.position
+        tokens = np.concatenate([self._store.catalog.tokens(self._path), *(w.tokens for w in waiting)])
+        digest = PrefixDigest(self._seed, tokens)
+        parent_pages = store.catalog.pages(self._path)
+        with store.using():
+            inherited, exact = self._inherited(waiting, parent_pages, digest)
+        groups = groups_of(self._layout)
+        new_rows = position - min(exact, position)
+        raw = (
+            new_rows * self._row_bytes()
+            + sum(group.raw_bytes for group in groups)
+            + 4 * sum(len(w.tokens) for w in waiting)
+        )
+        evicted = room.make(store, raw + TURN_OVERHEAD, self.name)
+
+        with store.using():
+            batch = Batch()
+            pages, page_bytes, blobs, checkpoint_bytes = self._store_state(
+                source, checkpoint, digest, inherited, exact, position, batch
+            )
+            root, _ = store.blobs.put(self._root.pack(), batch)
+            store.blobs.settle(batch)
+            records = self._store_turns(waiting, digest, parent_pages, pages, blobs, root.id, batch)
+            store.blobs.settle(batch)
+            self._attempt = records
+            with store.changing_refs():
+                dropped = self._point_ref_at(records, digest)
+        self._stored(records)
+        thinned, notices = upkeep.drop_checkpoints(store, dropped)
+        return CommitReport(
+            turn=store.catalog.public(records[-1], {records[-1].id}),
+            bytes_written=batch.written,
+            bytes_pages=page_bytes,
+            bytes_checkpoint=checkpoint_bytes,
+            seconds=time.perf_counter() - began,
+            thinned=thinned,
+            notices=notices,
+            stored=len(records),
+            evicted=evicted,
+        )
+
+    def _adopt_attempt(self) -> None:
+        """After a failure at the very end of a commit the ref may name the new turn all the same: then it is stored."""
+        if not self._attempt:
+            return
+        ref = self._store.catalog.find(self.name)
+        if ref is not None and ref.head == self._attempt[-1].id:
+            with self._store.changing_refs():
+                self._store.save_ref(ref)
+            self._stored(self._attempt)
+        self._attempt = ()
+
+    def _stored(self, records: Sequence[TurnRecord]) -> None:
+        self._path += records
+        del self._waiting[: len(records)]
+        self._exact = records[-1].position
+        self._attempt = ()
+        self._created = True
+
+    def _row_bytes(self) -> int:
+        return sum(len(f.layers) * row_bytes(f) for f in fields_of(self._layout, "page"))
+
+    def _inherited(
+        self, waiting: Sequence[_Waiting], parent: list[Page], digest: PrefixDigest
+    ) -> tuple[list[Page], int]:
+        """Pages that may already hold this state's rows, and the position up to which they are known to."""
+        given = [w.draft.restored for w in waiting if w.draft.restored is not None]
+        if not given:
+            return parent, self._exact
+        plan = given[-1]
+        if plan.turn is None:
+            return parent, 0
+        if plan.turn in {turn.id for turn in self._path}:
+            return parent, max(plan.boundary, 0)
+        path = self._store.catalog.path(plan.turn)
+        origin = path[-1]
+        check_identity(self._store.catalog.root(origin.root).identity, self._identity, f"turn {origin.id[:12]}")
+        if (
+            plan.boundary != origin.position
+            or plan.boundary > len(digest.ids)
+            or digest.at(plan.boundary) != origin.prefix
+        ):
+            raise BadDraft(f"state restored from turn {origin.id[:12]}", "a turn whose tokens begin this session")
+        return self._store.catalog.pages(path), plan.boundary
+
+    def _store_state(
+        self,
+        source: StateSource,
+        checkpoint: Mapping[str, Array],
+        digest: PrefixDigest,
+        inherited: Sequence[Page],
+        exact: int,
+        position: int,
+        batch: Batch,
+    ) -> tuple[list[Page], int, tuple[Blob, ...], int]:
+        """Write what is not on disk: pages of the whole history in order, and the checkpoint's groups."""
+        store, level = self._store, self._store.config.zstd_level
+        jobs = _Jobs(store)
+        fields = fields_of(self._layout, "page")
+        spans = _spans(inherited, position)
+        known = {(page.start, page.stop): page for page in inherited}
+        pages: list[Page | Future[tuple[Blob, int]]] = []
+        with jobs.run():
+            # The checkpoint first: it is the largest part and needs no copy.
+            at = (position, digest.at(position))
+            groups = [
+                jobs.put(
+                    group.raw_bytes,
+                    partial(pack_group, self._layout, checkpoint, self._seed, group, at, level),
+                    batch,
+                )
+                for group in groups_of(self._layout)
+            ]
+            for start, stop in spans:
+                page = known.get((start, stop))
+                if page is not None and stop <= exact and not store.blobs.check(page.blob):
+                    pages.append(page)
+                    continue
+                size = (stop - start) * self._row_bytes()
+                jobs.staging.take(size)
+                try:
+                    arrays = {
+                        f.name: check_array(f, source.page_rows(f.name, start, stop), (len(f.layers), stop - start))
+                        for f in fields
+                    }
+                except BaseException:
+                    jobs.staging.give(size)
+                    raise
+                prefix = digest.at(stop)
+                pages.append(
+                    jobs.put(
+                        size,
+                        partial(pack_page, self._layout, arrays, self._seed, (start, stop), prefix, level),
+                        batch,
+                        taken=True,
+                    )
+                )
+        written = 0
+        final: list[Page] = []
+        for (start, stop), entry in zip(spans, pages, strict=True):
+            if isinstance(entry, Page):
+                final.append(entry)
+                continue
+            blob, size = entry.result()
+            written += size
+            final.append(Page(start, stop, blob))
+        stored = [group.result() for group in groups]
+        return final, written, tuple(blob for blob, _ in stored), sum(size for _, size in stored)
+
+    def _store_turns(
+        self,
+        waiting: Sequence[_Waiting],
+        digest: PrefixDigest,
+        parent_pages: Sequence[Page],
+        pages: Sequence[Page],
+        checkpoint: tuple[Blob, ...],
+        root: str,
+        batch: Batch,
+    ) -> tuple[TurnRecord, ...]:
+        """Write the turn objects; state hangs on the last one."""
+        same = 0
+        while same < min(len(parent_pages), len(pages)) and parent_pages[same] == pages[same]:
+            same += 1
+        end = parent_pages[-1].stop if parent_pages else 0
+        pages_from = pages[same].start if same < len(pages) else end
+        records: list[TurnRecord] = []
+        parent = self._path[-1] if self._path else None
+        for number, entry in enumerate(waiting):
+            last = number == len(waiting) - 1
+            record = TurnRecord(
+                parent=parent.id if parent else None,
+                root=root,
+                start=parent.total if parent else 0,
+                tokens=entry.tokens,
+                position=entry.draft.position,
+                prefix=digest.at(entry.draft.position),
+                created=entry.created,
+                meta=dict(entry.draft.meta),
+                pages_from=pages_from if last else end,
+                pages=tuple(pages[same:]) if last else (),
+                checkpoint=checkpoint if last else (),
+            )
+            blob, _ = self._store.blobs.put(record.pack(self._store.config.zstd_level), batch)
+            parent = replace(record, id=blob.id, size=blob.size)
+            records.append(parent)
+        return tuple(records)
+
+    def _point_ref_at(self, records: Sequence[TurnRecord], digest: PrefixDigest) -> list[TurnRecord]:
+        """Replace the ref; returns the turns whose joint boundary this session gives up."""
+        store = self._store
+        head = records[-1]
+        new = Kept(head.id, head.position, head.prefix)
+        path = [*self._path, *records]
+        if not self._path:
+            ref = store.catalog.find(self.name)
+            if ref is not None:
+                raise SessionChanged(f"session {self.name} appeared while it was being created", do="open it again")
+            stamp = now()
+            ref = Ref(self.name, head.root, new_tree(), stamp, stamp, head.id, (new,), meta=self._meta)
+            store.save_ref(ref)
+            return []
+        ref = self._current_ref()
+        ids = [turn.id for turn in path]
+        marked = set(ref.marks.values())
+        protected = marked | {head.id} | upkeep.fork_points(store, ref, ids)
+        keep = choose(ids, (*ref.keep, new), protected, store.config.thinning)
+        apart = tuple(entry for entry in ref.keep if entry.turn in marked and entry.turn not in set(ids))
+        store.save_ref(replace(ref, head=head.id, keep=(*apart, *keep), updated=now(), evicted=""))
+        staying = {entry.turn for entry in (*apart, *keep)}
+        gone = {entry.turn for entry in ref.keep} - staying
+        return [turn for turn in path if turn.id in gone]
+
+
+class _Jobs:
+    """Encoding, hashing and writing on the store's workers, within the staging bound. The first failure wins."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.staging = _Staging(store.config.staging_bytes)
+        self._futures: list[Future[tuple[Blob, int]]] = []
+        self._stop = threading.Event()
+
+    def put(
+        self, size: int, make: Callable[[], list[bytes]], batch: Batch, taken: bool = False
+    ) -> Future[tuple[Blob, int]]:
+        """Store the object `make` builds. `size`: raw bytes it stands for; `taken`: already counted as staged."""
+        if not taken:
+            self.staging.take(size)
+
+        def work() -> tuple[Blob, int]:
+            try:
+                if self._stop.is_set():
+                    raise StoreError("stopped after another part of the same turn failed")
+                return self._store.blobs.put(make(), batch)
+            except BaseException:
+                self._stop.set()
+                raise
+            finally:
+                self.staging.give(size)
+
+        future = self._store.pool().submit(work)
+        self._futures.append(future)
+        return future
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Wait for all jobs at the end, whatever happened, and raise the first failure."""
+        try:
+            yield
+        except BaseException:
+            self._stop.set()
+            for future in self._futures:
+                future.exception()
+            raise
+        failures = [error for future in self._futures if (error := future.exception()) is not None]
+        real = [error for error in failures if type(error) is not StoreError]
+        if failures:
+            raise (real or failures)[0]
+
+
+def _spans(pages: Sequence[Page], position: int) -> list[tuple[int, int]]:
+    """Row ranges of all pages up to `position`: those there are, then up to the end of each hash block."""
+    spans = [(page.start, page.stop) for page in pages if page.stop <= position]
+    at = spans[-1][1] if spans else 0
+    while at < position:
+        stop = min(position, at - at % HASH_BLOCK + HASH_BLOCK)
+        spans.append((at, stop))
+        at = stop
+    return spans
