@@ -9,6 +9,7 @@ from k3_sessions.errors import IdentityMismatch, SessionExists, SessionLocked
 
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
+from k3cli.engine.replay import replay
 from k3cli.engine.sampling import Sampling
 from k3cli.errors import ContextError, SessionError, UsageError
 
@@ -327,6 +328,36 @@ def test_cancel_at_every_token_leaves_a_good_session(make_fake_engine, store, ta
             assert all(m["complete"] for m in entries)
             assert entries[-1]["content"] == "Fine"
             assert entries[-1]["problems"] == []
+
+
+def test_a_cancelled_prefill_keeps_what_was_evaluated(make_fake_engine, store, talk, state_bytes) -> None:
+    results = []
+    for reopen in (False, True):
+        weights = f"sha256:{reopen}"  # so that the second session shares nothing with the first
+        engine = make_fake_engine(weights=weights)
+        name = f"reopen-{reopen}"
+        conversation, _ = opened(engine, store, name, "create", head={"effort": "low"})
+        done: list[int] = []
+        for event in conversation.turn(
+            [{"role": "user", "content": LONG}], Sampling(seed=1), cancel=lambda done=done: len(done) >= 2
+        ):
+            if isinstance(event, ev.Progress):
+                done.append(event.done)
+        assert done == [512, 1024]
+        (turn,) = store.log(name)
+        assert (turn.position, turn.meta["stop"], turn.meta["answer"]["content"]) == (1024, "cancelled", "")
+        if reopen:
+            conversation.close()
+            conversation, events = opened(engine, store, name, "resume")
+            assert of(events, ev.SessionOpened)[0].pending == turn.total - 1024
+        report = saved(talk(conversation, "Next"))
+        assert (report.reused, report.replayed) == (1024, 0)
+        results.append((list(conversation._timeline.tokens), state_bytes(conversation._timeline)))
+        shown = [(m["role"], m["complete"]) for m in conversation.transcript() if m["kind"] == "message"]
+        assert shown[:3] == [("user", True), ("assistant", True), ("user", True)]
+        conversation.close()
+        assert not of(list(replay(make_fake_engine(weights=weights), store, name)), ev.Difference)
+    assert results[0] == results[1]
 
 
 def test_closing_the_iterator_saves_like_a_cancel(fake_engine, store, talk) -> None:

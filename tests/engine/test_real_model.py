@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from k3_sessions.config import StoreConfig
+from k3_sessions.config import StoreConfig, ThinningPolicy
 from k3_sessions.store import Store
 
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
-from k3cli.engine.replay import replay
+from k3cli.engine.replay import replay, state_difference
 from k3cli.engine.sampling import Sampling
 
 LONG = "Once more. " * 60
@@ -32,7 +32,7 @@ import hashlib, json, sys
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from k3_sessions.config import StoreConfig
+from k3_sessions.config import StoreConfig, ThinningPolicy
 from k3_sessions.store import Store
 from k3cli.engine.conversation import Conversation
 from k3cli.engine.engine import Engine
@@ -216,6 +216,24 @@ def test_replay_on_the_real_model_is_equal_bit_for_bit(tiny_engine, store) -> No
     turns = [event for event in events if isinstance(event, ev.TurnReplayed)]
     assert [turn.state for turn in turns].count("equal") >= 2
     assert sum(turn.tokens for turn in turns) > 0
+
+
+def test_a_thinned_turn_comes_back_bit_for_bit(tiny_engine, tmp_path) -> None:
+    thin = ThinningPolicy(last=1, log_spaced=False, max_kept=1)
+    config = StoreConfig(free_floor_bytes=0, free_floor_share=0.0, thinning=thin)
+    sparse = Store.open(tmp_path / "sparse", config=config)
+    live = []
+    with Conversation.open(tiny_engine, sparse, "a", mode="create") as conversation:
+        for text in TEXTS:
+            list(conversation.turn([{"role": "user", "content": text}], SAMPLINGS["warm"]))
+            live.append(conversation._timeline.snapshot())
+    log = sparse.log("a")
+    assert [turn.has_checkpoint for turn in log] == [False, False, True]
+    for turn, then in zip(log, live, strict=True):
+        with Conversation.open(tiny_engine, sparse, "a", mode="ephemeral", at=turn.id) as again:
+            # decode runs come back in whole windows, and were made one token at a time
+            assert state_difference(tiny_engine.layout, then, again._timeline.snapshot()) is None
+    sparse.close()
 
 
 def test_the_engine_tells_what_it_chose(tiny_engine, tiny_model) -> None:
