@@ -13,7 +13,7 @@ from k3cli.commands.inputs import bind_tool_results, parse_tool_results
 from k3cli.commands.names import short_id
 from k3cli.commands.output import Printer
 from k3cli.commands.signals import prompt_signals
-from k3cli.commands.turns import run_turn, show
+from k3cli.commands.turns import refuse_unsaved, run_turn, show
 from k3cli.errors import Exit, K3Error, UsageError
 
 if TYPE_CHECKING:
@@ -138,22 +138,22 @@ class Repl:
 def repl(
     conversation: Conversation, printer: Printer, sampling: Sampling, history: Path, fresh_name: Callable[[], str]
 ) -> Exit:
-    """Ask, answer, until the user leaves. Returns the exit code."""
+    """Ask, answer, until the user leaves. Returns the exit code; raises K3Error when turns are lost by leaving."""
     asking = _prompt_session(history)
     chat = Repl(conversation, printer, sampling, fresh_name)
     printer.notice("/help lists the commands; Ctrl-D leaves")
+    code = Exit.OK
     try:
         with prompt_signals():
-            while not chat.leaving:
+            while not chat.leaving and code == Exit.OK:
                 try:
                     code = _step(chat, asking)
                 except KeyboardInterrupt:
                     continue
-                if code != Exit.OK:
-                    return code
+        refuse_unsaved(chat.conversation)
+        return code
     finally:
         chat.conversation.close()
-    return Exit.OK
 
 
 def _step(chat: Repl, asking: PromptSession[str]) -> Exit:

@@ -43,7 +43,9 @@ def command(
 
     Exit 7 at a difference, which is printed with its position and margin.
     """
-    from k3cli.commands.runtime import open_store, require_session, settings_from
+    from k3_sessions.errors import IdentityMismatch
+
+    from k3cli.commands.runtime import open_store, other_model, require_session, settings_from
 
     wanted = [flag for flag, given in (("--show", show), ("--score", score), ("--into", into)) if given]
     if len(wanted) > 1:
@@ -72,7 +74,10 @@ def command(
     elif score:
         _score(store, settings, printer, name)
     else:
-        _compare(store, settings, printer, name, start, stop)
+        try:
+            _compare(store, settings, printer, name, start, stop)
+        except IdentityMismatch as problem:
+            raise other_model(problem, store, name) from None
 
 
 def _range(store: Store, name: str, first: str | None, last: str | None) -> tuple[int, int]:
@@ -90,12 +95,12 @@ def _range(store: Store, name: str, first: str | None, last: str | None) -> tupl
 
 
 def _compare(store: Store, settings: Settings, printer: Printer, name: str, start: int, stop: int) -> None:
-    from k3cli.commands.runtime import load_engine
+    from k3cli.commands.runtime import load_engine, recorded_model
     from k3cli.commands.turns import show
     from k3cli.engine import events as ev
     from k3cli.engine.replay import replay
 
-    engine = load_engine(settings, printer)
+    engine = load_engine(recorded_model(settings, store, name, printer), printer)
     differences: list[ev.Difference] = []
     turns = tokens = states = 0
     for event in replay(engine, store, name, first=start, last=stop):

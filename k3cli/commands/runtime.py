@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from k3cli.commands.output import Printer, human_bytes
 from k3cli.config import Settings, load_settings
-from k3cli.errors import K3Error, SessionError
+from k3cli.errors import K3Error, ModelError, SessionError
 
 if TYPE_CHECKING:
     from k3_sessions.config import StoreConfig
+    from k3_sessions.errors import IdentityMismatch
     from k3_sessions.store import Store
 
     from k3cli.engine.engine import Engine
@@ -57,6 +58,28 @@ def refuse_existing(store: Store, name: str) -> None:
         raise SessionError(
             f"session {name} exists", "a new name", f"choose another, or go on with it: k3 resume {name}"
         )
+
+
+def recorded_model(settings: Settings, store: Store, name: str, printer: Printer) -> Settings:
+    """With no model configured, an existing session names its own, if that is a hub id; a folder's name is no path."""
+    if settings.model is not None:
+        return settings
+    made_with = str(store.session(name).fixed.get("model", ""))
+    if "/" not in made_with:
+        return settings
+    printer.notice(f"no model configured: using {made_with}, which session {name} was made with")
+    return replace(settings, model=made_with)
+
+
+def other_model(problem: IdentityMismatch, store: Store, name: str) -> ModelError:
+    """The store's refusal, with the name of the model that the session was made with."""
+    made_with = store.session(name).fixed.get("model", "unknown")
+    return ModelError(
+        problem.found,
+        problem.expected,
+        f"pass --model with the model it was made with ({made_with}), or evaluate its tokens under this one: "
+        f"k3 replay {name} --into NEW",
+    )
 
 
 def loading_bar(printer: Printer) -> Callable[[LoadProgress], None]:

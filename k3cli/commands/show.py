@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -53,15 +54,22 @@ def _session(store: Store, name: str, printer: Printer) -> None:
         checkpoints = f"{used.checkpoints} checkpoints"
         facts["KDA state"] = f"{human_bytes(used.kda_own)} own, {human_bytes(used.kda_shared)} shared, {checkpoints}"
     facts |= {f"mark {label}": short_id(turn_id) for label, turn_id in sorted(session.marks.items())}
-    for key, value in session.fixed.items():
-        shown = str(value) if not isinstance(value, (list, dict)) else f"{len(value)} entries"
-        facts[key] = shown if len(shown) < 200 else shown[:200] + "..."
+    facts |= _fixed(session.fixed)
     if session.identity is not None:
         facts |= {f"identity {key}": value for key, value in asdict(session.identity).items()}
     if session.evicted:
         facts["evicted"] = f"{session.evicted}: its state was dropped to make room; resuming evaluates it again"
     for key, value in facts.items():
         printer.line(f"{key}: {value}")
+
+
+def _fixed(fixed: Mapping[str, Any]) -> dict[str, str]:
+    """What was fixed when the session began, each on a line."""
+    head = dict(fixed.get("head", {}))
+    tools = [str(tool.get("function", tool).get("name", "?")) for tool in head.pop("tools", [])]
+    known = {"model": fixed.get("model"), **head, "tools": ", ".join(tools) or "none"}
+    shown = {key: "none" if value is None else " ".join(str(value).split()) for key, value in known.items()}
+    return {key: text if len(text) < 200 else text[:200] + "..." for key, text in shown.items()}
 
 
 def _turn(store: Store, name: str, at: str, printer: Printer) -> None:

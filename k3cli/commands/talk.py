@@ -9,8 +9,8 @@ from k3cli.commands.inputs import Request, bind_tool_results
 from k3cli.commands.names import new_name
 from k3cli.commands.output import Printer
 from k3cli.commands.repl import repl
-from k3cli.commands.runtime import head_of, load_engine, sampling_of
-from k3cli.commands.turns import finish, run_turn, show
+from k3cli.commands.runtime import head_of, load_engine, other_model, recorded_model, sampling_of
+from k3cli.commands.turns import finish, refuse_unsaved, run_turn, show
 from k3cli.config import Settings
 
 if TYPE_CHECKING:
@@ -36,21 +36,28 @@ def talk(
 
     Raises typer.Exit with the code of a signal or a closed pipe, after the turn is saved.
     """
+    from k3_sessions.errors import IdentityMismatch
+
     from k3cli.engine.conversation import Conversation
 
     sampling = sampling_of(settings)
+    if mode != "create":
+        settings = recorded_model(settings, store, name, printer)
     engine = load_engine(settings, printer)
-    conversation = Conversation.open(
-        engine,
-        store,
-        name,
-        mode=mode,
-        new=new,
-        at=at,
-        head=head_of(settings, system, tools, new=mode == "create"),
-        require_cached=settings.require_cached,
-        emit=lambda event: show(event, printer),
-    )
+    try:
+        conversation = Conversation.open(
+            engine,
+            store,
+            name,
+            mode=mode,
+            new=new,
+            at=at,
+            head=head_of(settings, system, tools, new=mode == "create"),
+            require_cached=settings.require_cached,
+            emit=lambda event: show(event, printer),
+        )
+    except IdentityMismatch as problem:
+        raise other_model(problem, store, name) from None
     if not request.one_shot:
         free = partial(new_name, store.exists)
         finish(repl(conversation, printer, sampling, settings.home / "history", free))
@@ -65,6 +72,7 @@ def talk(
             tool_choice=request.tool_choice,
             response_format=request.response_format,
         )
+        refuse_unsaved(conversation)
     finish(code)
 
 

@@ -9,7 +9,7 @@ from k3cli.commands.names import short_id
 from k3cli.commands.output import Printer, human_bytes
 from k3cli.commands.signals import Cancel, cancel_on_signals
 from k3cli.engine import events as ev
-from k3cli.errors import Exit
+from k3cli.errors import Exit, K3Error
 
 if TYPE_CHECKING:
     from k3cli.engine.conversation import Conversation
@@ -83,6 +83,16 @@ def drain(events: Iterable[ev.Event], printer: Printer, cancel: Cancel) -> Exit:
             cancel(Exit.BROKEN_PIPE)
             printer.abandon()
     return cancel.code
+
+
+def refuse_unsaved(conversation: Conversation) -> None:
+    """Raise when turns that are in memory only would end with this process: a script must not take that for success."""
+    if lost := conversation.queued:
+        turns = "1 turn" if lost == 1 else f"{lost} turns"
+        raise K3Error(
+            f"{turns} of session {conversation.name} could not be saved and ended with this process",
+            do="the line above says why; what was saved before is whole",
+        )
 
 
 def finish(code: Exit) -> None:

@@ -172,7 +172,7 @@ def load(model_ref: str, *, weights: str = WEIGHTS, limit: int = 8192, **_option
         tokenizer,
         renderer,
         weights_digest="sha256:" + "00" * 32 if other else weights,
-        name="scripted",
+        name=model_ref if model_ref.startswith("owner/") else "scripted",
         context_limit=limit,
     )
 

@@ -224,6 +224,33 @@ def test_other_weights_are_refused(k3) -> None:
     done = k3("resume", "a", "-p", "two", "--model", "other")
     assert done.code == Exit.MODEL
     assert "weights" in done.err
+    assert "pass --model with the model it was made with (scripted)" in done.err
+
+
+def test_a_session_made_with_a_hub_model_names_it(k3, scripted, monkeypatch) -> None:
+    k3("chat", "-s", "a", "-p", "one", "--model", "owner/name")
+    loaded: list[str] = []
+    load = scripted.load
+    monkeypatch.setattr(scripted, "load", lambda ref, **options: loaded.append(ref) or load(ref, **options))
+    done = k3("resume", "a", "-p", "two", limit=8000)
+    assert done.code == 0
+    assert loaded == ["owner/name"]
+    assert "using owner/name, which session a was made with" in done.err
+
+
+def test_a_turn_that_cannot_be_saved_is_no_success(k3, monkeypatch) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    monkeypatch.setenv("K3_QUOTA", "1000")
+    done = k3("resume", "a", "-p", "two", "--json")
+    assert done.code == Exit.FAILED
+    assert "".join(e["text"] for e in done.events if e["type"] == "text") == "You said: two"
+    assert "quota" in done.one("not_saved")["reason"]
+    assert done.events[-1]["type"] == "error"
+    assert "1 turn of session a could not be saved" in done.err
+    monkeypatch.delenv("K3_QUOTA")
+    # what was saved before is whole
+    assert k3("resume", "a", "-p", "three").code == 0
+    assert k3("log", "a", "--json").one("done")["turns"] == 2
 
 
 def test_damage_is_refused_and_named(k3, private_home) -> None:
