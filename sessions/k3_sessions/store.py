@@ -207,8 +207,12 @@ class Store:
 
     def log(self, name: str) -> list[Turn]:
         """Turns of a session from the first to its head."""
+        return self.lineage(self.catalog.ref(name).head)
+
+    def lineage(self, turn_id: str) -> list[Turn]:
+        """Turns from the first to this one, whatever session they belong to."""
         kept = self.catalog.kept()
-        return [self.catalog.public(turn, kept) for turn in self.catalog.path(self.catalog.ref(name).head)]
+        return [self.catalog.public(turn, kept) for turn in self.catalog.path(self._record(turn_id).id)]
 
     def tokens(self, turn_id: str) -> Array:
         """All token ids from the start of the session to the end of this turn, pending ones included: int64 [n]."""
