@@ -18,8 +18,9 @@ from k3cli.errors import UsageError
 if TYPE_CHECKING:
     from k3_sessions.types import RestorePlan
 
-    from k3cli.chat.renderer import RenderContext
+    from k3cli.chat.renderer import RenderContext, Renderer
     from k3cli.engine.engine import Engine
+    from k3cli.engine.head import Head
     from k3cli.engine.sampling import Sampling
 
 
@@ -51,6 +52,22 @@ def check_turn(
                 f"a tool result for call {answered!r}", f"an open call: {', '.join(sorted(known))}", "see `k3 show`"
             )
     return checked
+
+
+def render_prompt(
+    renderer: Renderer, head: Head, first: bool, given: Mapping[str, Any], context: RenderContext
+) -> list[int]:
+    """Ids of what a turn gives: head (first turn only), new tools, messages, wishes for the answer, its opening.
+
+    given: `messages` and, where asked for, `tools`, `tool_choice`, `response_format`. Updates `context`.
+    """
+    declared = [{"role": "system", "tools": given["tools"]}] if given.get("tools") else []
+    return [
+        *(renderer.render_head(head.tools, head.thinking, head.effort, head.system) if first else ()),
+        *renderer.render_messages([*declared, *given["messages"]], context),
+        *renderer.render_tail(given.get("tool_choice"), given.get("response_format"), context),
+        *renderer.generation_prompt(head.thinking),
+    ]
 
 
 class Answer:

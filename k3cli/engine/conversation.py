@@ -10,7 +10,7 @@ from k3_sessions.errors import StoreError
 
 from k3cli.engine import events as ev
 from k3cli.engine import record
-from k3cli.engine.answer import Answer, check_turn
+from k3cli.engine.answer import Answer, check_turn, render_prompt
 from k3cli.engine.opening import Emit, Mode, Opened, move_notice, open_session, silent
 from k3cli.engine.restore import Restored, restore_turn
 from k3cli.engine.sampling import Sampling
@@ -142,20 +142,18 @@ class Conversation:
         resolved = asked if asked.seed is not None else replace(asked, seed=self.head.seed)
         messages = check_turn(messages, self.open_calls())
         context = self._context.copy()
-        renderer = self.engine.renderer
-        declared = [{"role": "system", "tools": list(tools)}] if tools else []
-        ids = list(self._close)
-        if not self._timeline.tokens:
-            ids += renderer.render_head(self.head.tools, self.head.thinking, self.head.effort, self.head.system)
-        ids += renderer.render_messages([*declared, *messages], context)
-        ids += renderer.render_tail(tool_choice, response_format, context)
-        ids += renderer.generation_prompt(self.head.thinking)
-        room = room_for_answer(len(self._timeline.tokens), len(ids), self._timeline.limit)
         given = {"messages": list(messages)} | {
             key: value
-            for key, value in (("tools", list(tools)), ("tool_choice", tool_choice), ("format", response_format))
+            for key, value in (
+                ("tools", list(tools)),
+                ("tool_choice", tool_choice),
+                ("response_format", response_format),
+            )
             if value
         }
+        first = not self._timeline.tokens
+        ids = [*self._close, *render_prompt(self.engine.renderer, self.head, first, given, context)]
+        room = room_for_answer(len(self._timeline.tokens), len(ids), self._timeline.limit)
         return self._run(ids, given, resolved, room, context, cancel)
 
     def _run(

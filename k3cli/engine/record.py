@@ -1,4 +1,4 @@
-"""What a turn's `meta` holds, and the look-ups over recorded turns: lineage, schedule, close ids, render context.
+"""What a turn's `meta` holds, and the look-ups over recorded turns: schedule, close ids, render context.
 
 Keys, all JSON:
     v           version of the record
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
     from k3cli.engine.engine import Engine
 
 VERSION = 1
-
-
-def lineage(store: Any, turn_id: str | None) -> list[Turn]:
-    """Turns from the first one to `turn_id`, both included."""
-    turns: list[Turn] = []
-    while turn_id is not None:
-        turns.append(store.turn(turn_id))
-        turn_id = turns[-1].parent
-    return turns[::-1]
 
 
 def meta_of(turn: Turn) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from k3_sessions.errors import Damaged
 
 from k3cli.engine.events import Event, Notice, Progress
-from k3cli.engine.record import lineage, recorded_schedule, runtime_change
+from k3cli.engine.record import recorded_schedule, runtime_change
 from k3cli.engine.schedule import Schedule
 from k3cli.engine.timeline import Cancel, Timeline
 from k3cli.errors import DamagedError, Exit, K3Error, SessionError
@@ -73,7 +73,7 @@ def restore_turn(
                 f"{plan.target - plan.boundary} of {plan.target} tokens again as recorded",
             )
         )
-        follow(timeline, recorded_schedule(lineage(store, turn_id), plan.boundary, plan.target), emit, cancel)
+        follow(timeline, recorded_schedule(store.lineage(turn_id), plan.boundary, plan.target), emit, cancel)
     return Restored(timeline, turn, plan, plan.boundary, plan.target - plan.boundary)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from k3_sessions.errors import Damaged, SessionChanged
 
 from k3cli.engine.events import Notice
-from k3cli.engine.record import lineage, recorded_schedule
+from k3cli.engine.record import recorded_schedule
 from k3cli.engine.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
         return SharedStart(engine.timeline(), None, 0, (lost,))
     timeline = engine.restored_timeline(restored, ids[: plan.boundary])
     # The steps that made this state belong to the record of the new session, so that it can be replayed by itself.
-    timeline.schedule = recorded_schedule(lineage(store, plan.turn), 0, plan.boundary)
+    timeline.schedule = recorded_schedule(store.lineage(plan.turn), 0, plan.boundary)
     found = Notice(
         "shared-prefix", f"the first {plan.boundary} tokens are known from another session: their state is reused"
     )
