@@ -196,6 +196,25 @@ def test_resume_and_fork_at_an_older_turn(k3) -> None:
     assert k3("resume", "a", "--at", "9", "-p", "x").code == Exit.SESSION
 
 
+def test_what_a_thinned_turn_costs_is_said_or_refused(k3, monkeypatch) -> None:
+    for key, value in (("KEEP_LAST", "1"), ("KEEP_MAX", "1"), ("KEEP_LOG_SPACED", "false")):
+        monkeypatch.setenv(f"K3_{key}", value)
+    for text in ("one", "two", "three"):
+        k3("chat", "-s", "a", "-p", text)
+    kept = [e["has_checkpoint"] for e in k3("log", "a", "--json").events if e["type"] == "turn"]
+    assert kept == [False, False, True]
+    done = k3("fork", "a", "b", "--at", "2", "-p", "x", "--require-cached")
+    assert done.code == Exit.SESSION
+    assert done.out == ""
+    assert "b" not in [e.get("name") for e in k3("ls", "--json").events]
+    done = k3("fork", "a", "b", "--at", "2", "-p", "x", "--json")
+    assert done.code == 0
+    session = done.one("session")
+    assert session["replayed"] > 0
+    assert any(e["type"] == "notice" for e in done.events[: done.events.index(session)])
+    assert k3("resume", "a", "-p", "four", "--require-cached").code == 0
+
+
 def test_limits_and_sampling(k3) -> None:
     done = k3("chat", "-s", "a", "-p", "slow 50", "--max-tokens", "20", "--seed", "3", "-t", "0", "--json")
     assert done.code == 0

@@ -205,3 +205,14 @@ def test_what_the_store_holds_is_private(forked, private_home) -> None:
     for path in (private_home / "k3").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
     assert os.stat(private_home / "k3").st_mode & 0o077 == 0
+
+
+def test_looking_at_sessions_loads_no_torch(forked, process_env) -> None:
+    program = (
+        "import sys\nfrom k3cli.main import main\n"
+        "for line in ('ls', 'log a --tree', 'show a', 'show a --at 1', 'du', 'gc -n', 'fork a e', 'rm e', 'mark a m'):\n"
+        "    sys.argv = ['k3', *line.split()]\n    code = main()\n    assert code == 0, (line, code)\n"
+        "heavy = {'torch', 'triton', 'tiktoken'} & set(sys.modules)\nsys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=process_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,107 @@
+"""The printer: what a terminal gets and what a pipe gets."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from k3cli.commands.output import Printer, human_bytes, table, visible
+from k3cli.commands.turns import show
+from k3cli.engine import events as ev
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def printer(monkeypatch):
+    """A printer whose streams are terminals or not."""
+
+    def make(*, out: bool = False, err: bool = False, **options) -> Printer:
+        monkeypatch.setattr("sys.stdout", Terminal() if out else io.StringIO())
+        monkeypatch.setattr("sys.stderr", Terminal() if err else io.StringIO())
+        return Printer(**options)
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    return make
+
+
+def answer(printer: Printer) -> None:
+    for event in (ev.Thinking("let me "), ev.Thinking("see"), ev.Text("The "), ev.Text("end"), ev.Notice("n", "note")):
+        show(event, printer)
+    printer.end()
+
+
+def test_pipes_get_plain_text(printer) -> None:
+    plain = printer()
+    answer(plain)
+    plain.progress("prefill", 1, 2)
+    assert plain.out.getvalue() == "The end\n"
+    assert plain.err.getvalue() == "let me see\nk3: note\n"
+
+
+def test_a_terminal_gets_dim_notes_unless_told_otherwise(printer, monkeypatch) -> None:
+    dim = printer(out=True, err=True)
+    answer(dim)
+    assert dim.out.getvalue() == "The end\n"
+    assert dim.err.getvalue() == "\x1b[2mlet me \x1b[0m\x1b[2msee\x1b[0m\n\x1b[2mk3: note\n\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = printer(err=True)
+    answer(plain)
+    assert "\x1b" not in plain.err.getvalue()
+
+
+def test_a_notice_in_an_answer_breaks_the_line_on_a_terminal_only(printer) -> None:
+    for terminal, expected in ((False, "The end"), (True, "The \nend")):
+        one = printer(out=terminal, err=True)
+        for event in (ev.Text("The "), ev.Notice("n", "note"), ev.Text("end")):
+            show(event, one)
+        assert one.out.getvalue() == expected
+
+
+def test_a_terminal_is_not_steered_by_the_model(printer) -> None:
+    evil = "a\x1b]0;title\x07b\rc\x9b31m\td\n"
+    shown = printer(out=True)
+    show(ev.Text(evil), shown)
+    assert shown.out.getvalue() == "a\\x1b]0;title\\x07b\\x0dc\\x9b31m\td\n"
+    raw = printer()
+    show(ev.Text(evil), raw)
+    assert raw.out.getvalue() == evil
+    assert visible("žluť 漢字 🙂\n\t") == "žluť 漢字 🙂\n\t"
+
+
+def test_bars_only_on_a_terminal_and_gone_afterwards(printer) -> None:
+    bar = printer(err=True)
+    bar.progress("loading", 5, 10, "of 10 B")
+    bar.progress("loading", 10, 10, "of 10 B")
+    bar.notice("done")
+    text = bar.err.getvalue()
+    assert text.startswith("\rk3: loading [##########          ]  50%")
+    assert " \r\x1b[2mk3: done" in text
+
+
+def test_json_mode_keeps_the_answer_out_of_stdout(printer) -> None:
+    both = printer(json=True)
+    answer(both)
+    lines = both.out.getvalue().splitlines()
+    assert len(lines) == 5
+    assert all(line.startswith('{"v":1,"type":"') for line in lines)
+    assert both.err.getvalue() == "k3: note\n"
+
+
+def test_many_progress_events_become_few(printer) -> None:
+    few = printer(json=True)
+    for done in range(1, 1001):
+        show(ev.Progress("prefill", done, 1000), few)
+    lines = few.out.getvalue().splitlines()
+    assert 2 <= len(lines) < 50
+    assert '"done":1000' in lines[-1]
+
+
+def test_sizes_and_tables() -> None:
+    assert [human_bytes(n) for n in (0, 999, 1000, 1_560_936_091_448)] == ["0 B", "999 B", "1.0 KB", "1.6 TB"]
+    assert table(("A", "LONG"), [("xyz", "1"), ("", "22")], "<>") == ["A    LONG", "xyz     1", "       22"]
