@@ -1,7 +1,30 @@
-"""pending: the store's interface is not there yet."""
+"""`k3 export NAME FILE`: a session in one file, to carry it to another machine."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Annotated
 
-def command() -> None:
-    raise NotImplementedError
+import typer
+
+from k3cli.commands import options as opt
+from k3cli.commands.output import Printer, human_bytes
+
+
+def command(
+    name: opt.SessionArgument,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A new file.", show_default=False)],
+    json: opt.Json = False,
+) -> None:
+    """Write a session, with all it needs, into one new file. The same session gives the same bytes each time.
+
+    The file reveals the conversation.
+    """
+    from k3cli.commands.runtime import open_store
+    from k3cli.config import load_settings
+
+    printer = Printer(json=json)
+    report = open_store(load_settings()).export(name, file)
+    printer.notice(f"exported session {report.name} to {report.file}: {human_bytes(report.bytes)}")
+    printer.event("exported", **asdict(report))
+    printer.done()
