@@ -71,9 +71,9 @@ def command(
         new = new_name(store.exists)
     if request is None:
         assert new is not None
-        store.fork(name, new, at=turn)
+        session = store.fork(name, new, at=turn)
         printer.line(new)
-        printer.event("session", name=new, how="forked", turn=turn or store.log(new)[-1].id, source=name)
+        printer.event("forked", name=new, source=name, turn=session.head)
         printer.done(name=new)
         return
     from k3cli.commands.talk import talk

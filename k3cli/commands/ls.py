@@ -29,7 +29,7 @@ def command(json: opt.Json = False) -> None:
         error = session.error or (used.error if used is not None else "")
         mla, kda = (used.mla_own + used.mla_shared, used.kda_own + used.kda_shared) if used is not None else (0, 0)
         printer.event(
-            "session",
+            "session_info",
             name=session.name,
             turn=session.head,
             tree=session.tree,

@@ -35,7 +35,7 @@ def _session(store: Store, name: str, printer: Printer) -> None:
     turns = store.log(name)
     used = next((entry for entry in store.usage().sessions if entry.name == name), None)
     printer.event(
-        "session",
+        "session_info",
         **asdict(session),
         usage=None if used is None else asdict(used),
         total=turns[-1].total if turns else 0,

@@ -71,7 +71,7 @@ def print_transcript(store: Store, settings: Settings, name: str, printer: Print
     for number, turn in enumerate(turns, 1):
         if first <= number <= last:
             messages = recorded_messages(turn.meta) if said is None else said[number - 1]
-            printer.event("turn", number=number, id=turn.id, messages=messages, stop=turn.meta.get("stop"))
+            printer.event("transcript", number=number, id=turn.id, messages=messages, stop=turn.meta.get("stop"))
             printer.line(f"=== turn {number} {short_id(turn.id)}")
             print_messages(messages, printer)
     printer.done(name=name, source="record" if said is None else "ids")

@@ -101,13 +101,13 @@ def test_a_preference_in_the_environment_does_not_turn_an_old_session_away(k3, m
     monkeypatch.setenv("K3_EFFORT", "low")
     assert k3("chat", "-s", "a", "-p", "x").code == 0
     k3("chat", "-s", "b", "-p", "x")
-    assert k3("show", "b", "--json").one("session")["fixed"]["head"]["effort"] == "low"
+    assert k3("show", "b", "--json").one("session_info")["fixed"]["head"]["effort"] == "low"
 
 
 def test_no_thinking(k3) -> None:
     done = k3("chat", "-s", "a", "--no-thinking", "-p", "x", "--json")
     assert done.code == 0
-    assert k3("show", "a", "--json").one("session")["fixed"]["head"]["thinking"] is False
+    assert k3("show", "a", "--json").one("session_info")["fixed"]["head"]["thinking"] is False
 
 
 def test_a_shell_loop_can_drive_tools(k3, tmp_path) -> None:
@@ -143,6 +143,25 @@ def test_several_calls_want_several_results(k3, tmp_path) -> None:
     assert (done.code, done.out) == (0, "The tool said: w\n")
 
 
+def test_choice_format_and_later_tools_reach_the_turn(k3, tmp_path) -> None:
+    (tmp_path / "t.json").write_text(json.dumps(TOOLS[:1]))
+    (tmp_path / "more.json").write_text(json.dumps(TOOLS[1:]))
+    (tmp_path / "f.json").write_text('{"type": "json_object"}')
+    k3("chat", "-s", "a", "--tools", str(tmp_path / "t.json"), "-p", "one")
+    options = ("--add-tools", str(tmp_path / "more.json"), "--response-format", str(tmp_path / "f.json"))
+    done = k3("resume", "a", "-p", "call write", "--tool-choice", "required", *options, "--json")
+    assert done.code == 0
+    assert done.one("tool_call")["name"] == "write"
+    given = k3("show", "a", "--at", "-1", "--json").one("turn")["meta"]["given"]
+    assert given["tool_choice"] == "required"
+    assert given["response_format"] == {"type": "json_object"}
+    assert [tool["function"]["name"] for tool in given["tools"]] == ["write"]
+    (tmp_path / "f.json").write_text('{"type": "xml"}')
+    refused = k3("resume", "a", "-p", "x", "--response-format", str(tmp_path / "f.json"))
+    assert refused.code == Exit.USAGE
+    assert "xml" in refused.err
+
+
 def test_fork_prints_the_new_name(k3) -> None:
     k3("chat", "-s", "a", "-p", "one")
     done = k3("fork", "a", "b")
@@ -151,7 +170,7 @@ def test_fork_prints_the_new_name(k3) -> None:
     assert made in k3("ls").out
     assert k3("fork", "a", "b").code == Exit.SESSION
     assert k3("fork", "nobody").code == Exit.SESSION
-    assert k3("fork", "a", "--json").one("session")["source"] == "a"
+    assert k3("fork", "a", "--json").one("forked")["source"] == "a"
 
 
 def test_fork_with_a_prompt_answers_and_tells_the_name_beside(k3) -> None:
@@ -186,7 +205,7 @@ def test_resume_and_fork_at_an_older_turn(k3) -> None:
         k3("chat", "-s", "a", "-p", text)
     first, second, _ = (e["id"] for e in k3("log", "a", "--json").events if e["type"] == "turn")
     assert k3("fork", "a", "b", "--at", "1").code == 0
-    assert k3("show", "b", "--json").one("session")["head"] == first
+    assert k3("show", "b", "--json").one("session_info")["head"] == first
     done = k3("resume", "a", "--at", second[:8], "-p", "instead of three")
     assert done.code == 0
     assert "leave session a" in done.err

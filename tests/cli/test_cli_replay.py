@@ -93,5 +93,5 @@ def test_into_a_new_session_with_another_head(talked) -> None:
     done = talked("replay", "a", "--into", "b", "--effort", "low", "--json")
     assert done.code == 0
     assert done.events[-1] == {"v": 1, "type": "done", "name": "b"}
-    assert talked("show", "b", "--json").one("session")["fixed"]["head"]["effort"] == "low"
+    assert talked("show", "b", "--json").one("session_info")["fixed"]["head"]["effort"] == "low"
     assert "one" in talked("replay", "b", "--show").out

@@ -36,7 +36,7 @@ def test_ls_shows_forks_below_their_origin_and_bytes_apart(forked) -> None:
     lines = forked("ls").out.splitlines()
     assert lines[0].split()[:5] == ["NAME", "TURNS", "TOKENS", "MLA", "KDA"]
     assert [line[:3].rstrip() for line in lines[1:]] == ["a", "  b", "  c"]
-    found = {e["name"]: e for e in forked("ls", "--json").events if e["type"] == "session"}
+    found = {e["name"]: e for e in forked("ls", "--json").events if e["type"] == "session_info"}
     assert [found[name]["turns"] for name in "abc"] == [3, 2, 3]
     assert found["a"]["mla_bytes"] > 0
     assert found["a"]["kda_bytes"] > 0
@@ -52,7 +52,7 @@ def test_a_broken_session_hides_no_other(forked, private_home) -> None:
     assert "damaged" in done.out
     assert "cannot be read" in done.err
     assert {line.split()[0] for line in done.out.splitlines()} >= {"a", "c"}
-    assert [bool(e["error"]) for e in forked("ls", "--json").events if e["type"] == "session"].count(True) == 1
+    assert [bool(e["error"]) for e in forked("ls", "--json").events if e["type"] == "session_info"].count(True) == 1
     assert forked("resume", "a", "-p", "four").code == 0
     doctor = forked("doctor", "--json", "--model", "nowhere")
     assert any(e["type"] == "check" and e["section"] == "store" and not e["ok"] for e in doctor.events)
@@ -103,10 +103,10 @@ def test_show_a_session_and_a_turn(forked) -> None:
 
 def test_mark_and_unmark(forked) -> None:
     assert forked("mark", "a", "good").code == 0
-    assert forked("show", "a", "--json").one("session")["marks"] == {"good": turns(forked, "a")[2]["id"]}
+    assert forked("show", "a", "--json").one("session_info")["marks"] == {"good": turns(forked, "a")[2]["id"]}
     assert forked("fork", "a", "d", "--at", "good").code == 0
     assert forked("mark", "a", "good", "--remove").code == 0
-    assert forked("show", "a", "--json").one("session")["marks"] == {}
+    assert forked("show", "a", "--json").one("session_info")["marks"] == {}
     assert forked("mark", "a", "12").code == Exit.USAGE
     assert forked("mark", "a", "good", "--remove").code == Exit.USAGE
 
@@ -224,7 +224,7 @@ def test_the_transcript_runs_nothing(forked) -> None:
     assert "three" not in done.out
     assert "recorded text" in done.err
     events = forked("replay", "a", "--show", "--json", "--model", "nowhere").events
-    assert [e["number"] for e in events if e["type"] == "turn"] == [1, 2, 3]
+    assert [e["number"] for e in events if e["type"] == "transcript"] == [1, 2, 3]
 
 
 def test_the_transcript_comes_from_the_ids_where_it_can(forked, scripted, tmp_path) -> None:
@@ -233,7 +233,7 @@ def test_the_transcript_comes_from_the_ids_where_it_can(forked, scripted, tmp_pa
     forked("resume", "cut", "-p", "after")
     done = forked("replay", "cut", "--show", "--json", "--model", str(model))
     assert done.one("done")["source"] == "ids"
-    first, second = (e for e in done.events if e["type"] == "turn")
+    first, second = (e for e in done.events if e["type"] == "transcript")
     assert [m["role"] for m in first["messages"] if m["kind"] == "message"] == ["user", "assistant"]
     assert [m["content"] for m in second["messages"]] == ["after", "You said: after"]
 
