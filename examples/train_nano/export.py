@@ -19,6 +19,7 @@ from vocab import N_SPECIALS, SPECIALS, Vocab
 PREFIX = "language_model."
 FLOAT32 = ("A_log", "dt_bias", "o_norm.weight", "conv1d.weight", "e_score_correction_bias")
 SHARDS = 3
+SHARED = 2  # shared experts: one MLP of so many times the experts' width
 EXPERTS_FILE = "experts-{}.safetensors"
 MODULE = re.compile(r"experts\.(w[123])$")
 
@@ -26,6 +27,15 @@ MODULE = re.compile(r"experts\.(w[123])$")
 def padded_heads(heads: int) -> int:
     """Length of A_log in the file: like K3's 96 heads in 128 entries, the next multiple of 32."""
     return -(-heads // 32) * 32
+
+
+def widened(name: str, value: Tensor, width: int) -> Tensor:
+    """A shared expert's matrix with zero channels up to `width`, which the format ties to the experts' width. A zero
+    channel adds nothing: situ(0, 0) = 0."""
+    rows, columns = value.shape
+    if "down_proj" in name:
+        return torch.cat((value, value.new_zeros(rows, width - columns)), 1)
+    return torch.cat((value, value.new_zeros(width - rows, columns)), 0)
 
 
 def checkpoint_tensors(model: NanoModel) -> dict[str, Tensor]:
@@ -41,6 +51,8 @@ def checkpoint_tensors(model: NanoModel) -> dict[str, Tensor]:
                 out[f"{base}{e}.{found[1]}.weight_packed"] = pack(codes[e]).contiguous()
                 out[f"{base}{e}.{found[1]}.weight_scale"] = scales[e].contiguous()
             continue
+        if "shared_experts" in name:
+            value = widened(name, value, SHARED * model.config.expert_dim)
         if name.endswith("A_log"):
             value = torch.cat((value, value.new_zeros(padded_heads(len(value)) - len(value))))
         out[PREFIX + name] = value.to(torch.float32 if name.endswith(FLOAT32) else torch.bfloat16).contiguous()
@@ -80,7 +92,7 @@ def text_config(c: NanoConfig, bos: int, eos: int, pad: int) -> dict[str, Any]:
             "kda_layers": [i + 1 for i in range(c.layers) if i not in c.mla_layers],
             "gate_lower_bound": -5.0, "head_dim": c.kda_dim, "num_heads": c.kda_heads, "short_conv_kernel_size": 4, "use_full_rank_gate": True,
         },
-        "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_experts": c.experts, "num_experts_per_token": c.top_k, "num_shared_experts": 2,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_experts": c.experts, "num_experts_per_token": c.top_k, "num_shared_experts": SHARED,
         "moe_intermediate_size": c.expert_dim, "routed_expert_hidden_size": c.latent, "latent_moe_use_norm": True,
         "moe_router_activation_func": "sigmoid", "moe_renormalize": True, "routed_scaling_factor": 1.0,
         "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
@@ -142,7 +154,7 @@ def restore(model: NanoModel, folder: Path) -> None:
         found = MODULE.search(name)
         if not found:
             value = stored[PREFIX + name]
-            target.copy_(value[: target.shape[0]])
+            target.copy_(value[tuple(slice(n) for n in target.shape)])  # without the padding of the file
         elif name in loose:
             target.copy_(loose[name])
         else:
