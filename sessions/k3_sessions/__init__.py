@@ -3,6 +3,7 @@
 This package never imports torch and knows nothing of models; see sessions/README.md for promises and formats.
 """
 
+from k3_sessions.checking import Problem, RepairReport, SessionRepair, VerifyReport
 from k3_sessions.config import StoreConfig, ThinningPolicy
 from k3_sessions.errors import (
     BadDraft,
@@ -22,6 +23,7 @@ from k3_sessions.errors import (
     StoreReadOnly,
 )
 from k3_sessions.identity import layout_digest
+from k3_sessions.portable import ExportReport, ImportReport
 from k3_sessions.room import SessionUsage, TreeUsage, Usage
 from k3_sessions.store import Store
 from k3_sessions.types import (
@@ -48,14 +50,18 @@ __all__ = [
     "BadName",
     "CommitReport",
     "Damaged",
+    "ExportReport",
     "FieldSpec",
     "FormatUnsupported",
     "GcReport",
     "IOFailure",
     "Identity",
     "IdentityMismatch",
+    "ImportReport",
     "NetworkFilesystem",
+    "Problem",
     "RemoveReport",
+    "RepairReport",
     "RestorePlan",
     "RestoredState",
     "Session",
@@ -63,6 +69,7 @@ __all__ = [
     "SessionExists",
     "SessionLocked",
     "SessionMissing",
+    "SessionRepair",
     "SessionUsage",
     "SessionWriter",
     "StateLayout",
@@ -78,5 +85,6 @@ __all__ = [
     "Turn",
     "TurnDraft",
     "Usage",
+    "VerifyReport",
     "layout_digest",
 ]

@@ -35,7 +35,7 @@ def find(store: Store, identity: Identity, layout: StateLayout, ids: Array) -> R
             found = store.plan(turn, identity, layout)
         except (Damaged, FormatUnsupported):
             continue
-        if found.boundary == position:
+        if found.boundary == position and store.catalog.turn(turn).prefix == prefix:
             return replace(found, matched=max(position, matched))
     if matched:
         return RestorePlan(None, 0, 0, (), 0, "no checkpoint within the shared tokens", matched)

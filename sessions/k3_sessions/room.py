@@ -107,7 +107,7 @@ def make(store: Store, more: int, name: str) -> tuple[str, ...]:
     if low:
         raise StoreFull(
             f"this turn needs {more} bytes; only {store.fs.space().free} are free on the disk of {store.fs.where}",
-            f"{floor(store)} to stay free",
+            f"that much, with {floor(store)} left over",
             "free disk space, or lower the free-space floor",
         )
     return tuple(evicted)

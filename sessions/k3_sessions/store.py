@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from k3_sessions import prefix, restoring, room, upkeep
+from k3_sessions import checking, portable, prefix, restoring, room, upkeep
 from k3_sessions.blobs import TEMP_PREFIX, Blobs, write_file
 from k3_sessions.catalog import Catalog, check_name, file_id
 from k3_sessions.common import check_json, now
@@ -422,3 +422,22 @@ class Store:
     def usage(self) -> room.Usage:
         """Bytes per session and per tree, MLA and KDA apart, shared and own; totals, quota and free space."""
         return room.usage(self)
+
+    def verify(self, names: Sequence[str] | None = None) -> checking.VerifyReport:
+        """Check every object the sessions (default: all) need, through the reader a restore uses. Changes nothing."""
+        return checking.verify(self, names)
+
+    def repair(self, *, dry_run: bool = False) -> checking.RepairReport:
+        """Move damaged files into quarantine and let each session fall back to what is good. Deletes nothing."""
+        return checking.repair(self, dry_run=dry_run)
+
+    def export(self, name: str, file: str | os.PathLike[str]) -> portable.ExportReport:
+        """Write a session, with everything it needs, into one new file. Raises BadName if the file exists."""
+        return portable.export(self, name, file)
+
+    def import_(self, file: str | os.PathLike[str], name: str | None = None) -> portable.ImportReport:
+        """Add the session of an exported file, every object hashed again; `name` defaults to the one it had.
+
+        Raises SessionExists, Damaged, FormatUnsupported, StoreFull; a failed import leaves nothing.
+        """
+        return portable.import_(self, file, name)

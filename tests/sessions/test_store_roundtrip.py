@@ -6,9 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-
 from k3_sessions import FieldSpec, StateLayout, Store
 from k3_sessions.errors import BadDraft, BadName, SessionExists, SessionMissing
+
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft, grow, identity_for, ids
 
 

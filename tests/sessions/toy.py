@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from k3_sessions import DTYPES, FieldSpec, Identity, StateLayout, StoreConfig, TurnDraft, layout_digest
 
 LAYOUT = StateLayout(

@@ -1,0 +1,209 @@
+"""One file per session, to carry it to another machine.
+
+    0   8  magic
+    8   8  bytes of the head, u64 LE
+    16  .  head: a sealed JSON line {"ref": the session's ref, "objects": [[id, bytes], ...] by id}
+    .   .  the objects, in that order
+    .   32 sha256 of everything before
+
+The same session gives the same bytes each time. Nothing in the file is a path; the name in it is only a proposal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3_sessions import room, upkeep
+from k3_sessions.blobs import TEMP_PREFIX, Batch, is_id
+from k3_sessions.catalog import check_name
+from k3_sessions.common import now
+from k3_sessions.errors import BadName, Damaged, SessionExists, StoreError, os_errors
+from k3_sessions.fs import RealFS
+from k3_sessions.records import Ref, read_ref, seal, unseal
+
+if TYPE_CHECKING:
+    from k3_sessions.store import Store
+
+MAGIC = b"K3EXP\r\n\x1a"
+LIMIT_HEAD = 1 << 30
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """One exported session: the file, its bytes, and how many objects it holds."""
+
+    name: str
+    file: str
+    bytes: int
+    objects: int
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """One imported session. bytes: of the file. written: bytes of objects that were new to this store."""
+
+    name: str
+    bytes: int
+    written: int
+    objects: int
+
+
+def export(store: Store, name: str, file: str | os.PathLike[str]) -> ExportReport:
+    """See Store.export."""
+    target = Path(file).expanduser().absolute()
+    with os_errors(f"writing {file}"):
+        out = RealFS(target.parent, create=False)
+        if out.info(target.name) is not None:
+            raise BadName(f"file {file} exists", "a new file name", "choose another, or remove it")
+        temp = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
+        handle = out.create(temp)
+    total = 0
+    digest = hashlib.sha256()
+    try:
+        with store.using():
+            ref = store.catalog.ref(name)
+            need = store.catalog.need(ref).all()
+            with os_errors(f"writing {file}"):
+                for part in _head(ref, need):
+                    total += _write(out, handle, digest, part)
+            for key in sorted(need):
+                data = store.blobs.get(key, need[key])
+                with os_errors(f"writing {file}"):
+                    total += _write(out, handle, digest, data)
+        with os_errors(f"writing {file}"):
+            out.write(handle, digest.digest())
+            out.sync(handle)
+            out.close(handle)
+            handle = None  # type: ignore[assignment]
+            out.replace(temp, target.name)
+            out.sync_dir("")
+    except BaseException:
+        with os_errors(f"removing the unfinished {file}"):
+            if handle is not None:
+                out.close(handle)
+            if out.info(temp) is not None:
+                out.remove(temp)
+        raise
+    return ExportReport(ref.name, str(target), total + 32, len(need))
+
+
+def _head(ref: Ref, need: dict[str, int]) -> tuple[bytes, bytes]:
+    # What changes without the session changing stays out, so that two exports are equal.
+    still = replace(ref, updated=ref.created, pinned=False, evicted="")
+    objects = [[key, need[key]] for key in sorted(need)]
+    line = seal({"k3": "export", "ref": still.pack().decode(), "objects": objects})
+    return MAGIC + len(line).to_bytes(8, "little"), line
+
+
+def _write(out: RealFS, handle: int, digest: Any, data: bytes | bytearray) -> int:
+    digest.update(data)
+    out.write(handle, data)
+    return len(data)
+
+
+def import_(store: Store, file: str | os.PathLike[str], name: str | None) -> ImportReport:
+    """See Store.import_."""
+    source = Path(file).expanduser().absolute()
+    with os_errors(f"reading {file}"):
+        folder = RealFS(source.parent, create=False)
+        info = folder.info(source.name)
+        if info is None or info.kind != "file":
+            raise BadName(f"no file {file}", "a file made by `k3 export`")
+        prefix = folder.read(source.name, 0, 16)
+    size = int.from_bytes(prefix[8:16], "little")
+    if prefix[:8] != MAGIC or not 0 < size <= min(LIMIT_HEAD, info.size):
+        raise Damaged(
+            f"{file} does not begin like an exported session", do="check where it comes from", object=str(file)
+        )
+    with os_errors(f"reading {file}"):
+        line = folder.read(source.name, 16, size)
+    ref, objects = _read_head(line, str(file))
+    end = 16 + size + sum(length for _, length in objects)
+    if info.size != end + 32:
+        raise Damaged(f"{file} has {info.size} bytes", f"{end + 32}", "copy it again", object=str(file))
+    new = check_name(ref.name if name is None else name)
+    written: list[str] = []
+    with store.owning(new):
+        if store.exists(new):
+            raise SessionExists(f"session {new} exists", do="import it under another name")
+        room.make(store, end, new)
+        try:
+            with store.using():
+                batch = Batch()
+                _copy(store, folder, source.name, (prefix, line), objects, batch, written)
+                stamp = now()
+                ref = replace(ref, name=new, updated=stamp)
+                _check_whole(store, ref, {key for key, _ in objects}, str(file))
+                store.blobs.settle(batch)
+                with store.changing_refs():
+                    store.save_ref(ref)
+        except BaseException:
+            _take_back(store, written)
+            raise
+    return ImportReport(new, info.size, batch.written, len(objects))
+
+
+def _read_head(line: bytearray, file: str) -> tuple[Ref, list[tuple[str, int]]]:
+    body = unseal(line, "export", file)
+    try:
+        ref = read_ref(str(body["ref"]).encode(), file)
+        objects = [(str(key), int(length)) for key, length in body["objects"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{file} has an unreadable head ({error})", object=file) from error
+    turns = [ref.head, ref.root, *(entry.turn for entry in ref.keep), *ref.marks.values()]
+    if not all(is_id(key) and length >= 0 for key, length in objects) or not all(is_id(turn) for turn in turns):
+        raise Damaged(f"{file} lists something that is no object", object=file)
+    return ref, objects
+
+
+def _copy(
+    store: Store,
+    folder: RealFS,
+    name: str,
+    head: tuple[bytearray, bytearray],
+    objects: list[tuple[str, int]],
+    batch: Batch,
+    written: list[str],
+) -> None:
+    """Store every object of the file. Raises Damaged as soon as one is not what its name says."""
+    digest = hashlib.sha256(head[0] + head[1])
+    at = len(head[0]) + len(head[1])
+    for key, length in objects:
+        with os_errors(f"reading {name}"):
+            data = folder.read(name, at, length)
+        digest.update(data)
+        if hashlib.sha256(data).hexdigest() != key:
+            raise Damaged(f"{name}: object {key[:12]} does not match its hash", do="copy the file again", object=name)
+        _, new = store.blobs.put([bytes(data)], batch)
+        if new:
+            written.append(key)
+        at += length
+    with os_errors(f"reading {name}"):
+        if folder.read(name, at, 32) != digest.digest():
+            raise Damaged(f"{name} does not match its checksum", do="copy the file again", object=name)
+
+
+def _check_whole(store: Store, ref: Ref, objects: set[str], file: str) -> None:
+    """The session the file describes is complete and consistent with its objects."""
+    store.catalog.root(ref.root)
+    missing = set(store.catalog.need(ref).all()) - objects
+    if missing:
+        raise Damaged(f"{file} lacks object {min(missing)[:12]}", do="export the session again", object=file)
+    for entry in ref.keep:
+        turn = store.catalog.turn(entry.turn)
+        if (turn.position, turn.prefix) != (entry.position, entry.prefix):
+            raise Damaged(f"{file} misstates turn {turn.id[:12]}", do="export the session again", object=file)
+
+
+def _take_back(store: Store, written: list[str]) -> None:
+    """Remove what a failed import brought; `gc` collects it if that is not possible now."""
+    try:
+        with store.alone():
+            upkeep.delete_unneeded(store, written)
+    except StoreError:
+        return
