@@ -94,6 +94,7 @@ def settings_rows(settings: Settings) -> Iterator[Check]:
 def model(settings: Settings) -> Iterator[Check]:
     """The model's files, the chosen device and type, and whether weights and state fit; nothing is loaded."""
     from k3cli.chat.tokenizer import Tokenizer
+    from k3cli.commands.runtime import recommended_sampling
     from k3cli.model.checkpoint import open_checkpoint
     from k3cli.model.config import ModelConfig
     from k3cli.model.hub import resolve_model
@@ -120,6 +121,8 @@ def model(settings: Settings) -> Iterator[Check]:
         yield Check("chosen", "dtype", str(dtype).removeprefix("torch."), reason)
         window = DEFAULT_WINDOW if settings.window is None else settings.window
         yield Check("chosen", "window", f"{window} rows", settings.sources.get("window", "default"))
+        drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
+        yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         yield Check("chosen", "kernels", "reference (torch)", "the only implementation of every operation so far")
         layout = state_layout(config, dtype)
         yield from fit(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from k3cli.commands.output import Printer, human_bytes
-from k3cli.config import Settings, load_settings
+from k3cli.config import KEYS, Settings, load_settings
 from k3cli.errors import K3Error, ModelError, SessionError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from k3cli.model.weights import LoadProgress
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+RECOMMENDED_KEYS = ("temperature", "top_p", "top_k", "min_p")
 HEAD_KEYS = ("effort", "thinking")
 
 
@@ -112,10 +114,33 @@ def load_engine(settings: Settings, printer: Printer) -> Engine:
 
 
 def sampling_of(settings: Settings) -> Sampling:
-    """How to draw: the engine's defaults, changed where the user set a key."""
+    """How to draw: the engine's defaults < what the model recommends < what the user set."""
     from k3cli.engine.sampling import Sampling
 
-    return Sampling(**_given({key: getattr(settings, key) for key in SAMPLING_KEYS}))
+    asked = _given({key: getattr(settings, key) for key in SAMPLING_KEYS})
+    return Sampling(**(recommended_sampling(settings.model_ref) | asked))
+
+
+def recommended_sampling(model_ref: str) -> dict[str, Any]:
+    """Sampling keys of the model's generation_config.json; {} without such a file. Raises ModelError."""
+    from k3cli.model.hub import resolve_model
+
+    file = resolve_model(model_ref) / "generation_config.json"
+    try:
+        data = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        raise ModelError(f"{file} cannot be read ({problem})", "a JSON object", "correct or remove it") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{file} holds something else", "a JSON object", "correct or remove it")
+    if data.get("do_sample") is False:
+        return {"temperature": 0.0}
+    found = {key: data[key] for key in RECOMMENDED_KEYS if data.get(key) is not None}
+    try:
+        return {key: KEYS[key](value) for key, value in found.items()}
+    except ValueError as problem:
+        raise ModelError(f"{file} has {found}", f"for each key what the settings allow ({problem})") from None
 
 
 def settings_from(options: Mapping[str, Any]) -> Settings:

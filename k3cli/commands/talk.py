@@ -40,9 +40,9 @@ def talk(
 
     from k3cli.engine.conversation import Conversation
 
-    sampling = sampling_of(settings)
     if mode != "create":
         settings = recorded_model(settings, store, name, printer)
+    sampling = sampling_of(settings)
     engine = load_engine(settings, printer)
     try:
         conversation = Conversation.open(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from k3cli.commands import runtime
 from k3cli.main import main
 
 HERE = Path(__file__).resolve().parent
@@ -76,6 +77,8 @@ def k3(
     from k3cli.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "load", staticmethod(scripted.load))
+    # the scripted model has no folder to look into
+    monkeypatch.setattr(runtime, "recommended_sampling", lambda _ref: {})
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*args: str, stdin: str | bytes | None = None, **load: Any) -> Result:

@@ -178,7 +178,10 @@ def load(model_ref: str, *, weights: str = WEIGHTS, limit: int = 8192, **_option
 
 
 if __name__ == "__main__":
+    from k3cli.commands import runtime
+
     Engine.load = staticmethod(load)  # type: ignore[method-assign,assignment]
+    runtime.recommended_sampling = lambda _ref: {}
     from k3cli.main import main
 
     sys.exit(main())

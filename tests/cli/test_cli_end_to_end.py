@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from k3cli.commands.runtime import recommended_sampling
 from k3cli.config import NANO
-from k3cli.errors import Exit
+from k3cli.errors import Exit, ModelError
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,29 @@ def test_save_leave_resume_fork_replay(run) -> None:
     replayed = run("replay", "b")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "equal: 2 turns" in replayed.stdout
+
+
+def test_sampling_comes_from_the_model_unless_asked(run, tiny, tmp_path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5, "top_p": 0.9, "x": 1}')
+    done = run("chat", "-s", "a", "-p", "x", "--max-tokens", "4", "--top-p", "0.8", model=model)
+    assert done.returncode == 0, done.stderr
+    (turn, _) = events(run("show", "a", "--at", "1", "--json"))
+    sampling = turn["meta"]["sampling"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.5, 0.8, 0)
+
+
+@pytest.mark.parametrize("text", ['{"temperature": -1}', "[1]", "{"])
+def test_a_bad_generation_config_is_refused(tmp_path, text) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match="generation_config"):
+        recommended_sampling(str(tmp_path))
+
+
+def test_greedy_models_are_greedy(tmp_path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 1.0}')
+    assert recommended_sampling(str(tmp_path)) == {"temperature": 0.0}
 
 
 def test_debug_logits_and_tokens(run, tiny, tmp_path) -> None:
