@@ -62,7 +62,9 @@ def _tensor(name: str, shape: tuple[int, ...], dtype: str, random: torch.Generat
         power = round(math.log2(1 / (2.9 * math.sqrt(32 * shape[-1]))))
         return torch.randint(126 + power, 129 + power, shape, generator=random, dtype=kind)
     if name.endswith("A_log"):
-        return torch.cat(((torch.randn(shape, generator=random) * 0.4 + 0.3).to(kind), torch.zeros(PADDING, dtype=kind)))
+        return torch.cat(
+            ((torch.randn(shape, generator=random) * 0.4 + 0.3).to(kind), torch.zeros(PADDING, dtype=kind))
+        )
     if name.endswith("dt_bias"):
         return normal(1.0, -2.0)
     if name.endswith("_conv1d.weight"):

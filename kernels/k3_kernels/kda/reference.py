@@ -136,10 +136,10 @@ def _pair_products(
     later = torch.ones(sub, sub, dtype=torch.bool, device=g.device).triu(1).unsqueeze(-1)
     diff = (sums.unsqueeze(-2) - sums.unsqueeze(-3)).to(g.dtype)
     weighted = diff.masked_fill_(later, float("-inf")).exp_().mul_(ks.unsqueeze(-3))
-    pair = weighted @ torch.stack((ks, qs), -1)
+    pair = torch.stack((ks, qs), -2) @ weighted.mT
     for i in range(subs):
-        A[:, :, i, :, i] = pair[:, :, i, :, :, 0].tril(-1)
-        B[:, :, i, :, i] = pair[:, :, i, :, :, 1]
+        A[:, :, i, :, i] = pair[:, :, i, :, 0].tril(-1)
+        B[:, :, i, :, i] = pair[:, :, i, :, 1]
 
     # Earlier sub-chunks: both sides measured from the boundary in front of sub-chunk i.
     rows = torch.cat((ks, qs), -2) * torch.cat((local, local), -2).exp()

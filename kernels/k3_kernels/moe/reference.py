@@ -16,6 +16,8 @@ from torch import Tensor
 from k3_kernels.activation.reference import Activation
 
 MX_GROUP = 32
+WORKSPACE = 256 << 20
+"""Bytes of dequantised expert weights held at one time."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -31,14 +33,20 @@ class Experts(NamedTuple):
     w13_scale: Tensor | None = None
     w2_scale: Tensor | None = None
 
-    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(w13, w2) of one expert in `dtype`."""
+    def matrices(self, chosen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(w13 [n, 2F, L], w2 [n, L, F]) of the chosen experts (int64 [n]) in `dtype`: fresh tensors."""
+        w13, w2 = self.w13.index_select(0, chosen), self.w2.index_select(0, chosen)
         if self.w13_scale is None or self.w2_scale is None:
-            return self.w13[expert].to(dtype), self.w2[expert].to(dtype)
+            return w13.to(dtype), w2.to(dtype)
         return (
-            dequantize_mxfp4(self.w13[expert], self.w13_scale[expert], dtype),
-            dequantize_mxfp4(self.w2[expert], self.w2_scale[expert], dtype),
+            dequantize_mxfp4(w13, self.w13_scale.index_select(0, chosen), dtype),
+            dequantize_mxfp4(w2, self.w2_scale.index_select(0, chosen), dtype),
         )
+
+    def at_once(self, dtype: torch.dtype) -> int:
+        """How many experts to dequantise together: as many as stay within WORKSPACE bytes."""
+        columns = self.w2.shape[2] * (1 if self.w2_scale is None else 2)
+        return max(1, WORKSPACE // (3 * self.w2.shape[1] * columns * dtype.itemsize))
 
 
 @cache
@@ -57,15 +65,14 @@ def _powers(device: torch.device) -> Tensor:
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """MXFP4 to float: packed uint8 [out, in/2], scale uint8 [out, in/32] (value 2^(s-127)). Returns [out, in].
+    """MXFP4 to float: packed uint8 [..., in/2], scale uint8 [..., in/32] (value 2^(s-127)). Returns [..., in].
 
     Every value is exact in fp32; in bf16 too unless the scale leaves the normal range.
     """
-    rows, half = packed.shape
     words = _pairs(packed.device).index_select(0, packed.reshape(-1).int())
-    values = words.view(torch.float32).view(rows, scale.shape[1], MX_GROUP)
     multiplier = _powers(packed.device).index_select(0, scale.reshape(-1).int())
-    return values.mul_(multiplier.view(rows, -1, 1)).view(rows, 2 * half).to(dtype)
+    values = words.view(torch.float32).view(-1, MX_GROUP).mul_(multiplier.unsqueeze(-1))
+    return values.view(*packed.shape[:-1], 2 * packed.shape[-1]).to(dtype)
 
 
 def route(
@@ -99,32 +106,36 @@ def route(
     return ids, weights * scale
 
 
-def _expert(z: Tensor, w13: Tensor, w2: Tensor, act: Activation) -> Tensor:
-    gate, up = F.linear(z, w13).chunk(2, dim=-1)
-    return F.linear(act(gate, up), w2)
-
-
 def experts_grouped(z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, act: Activation) -> Tensor:
-    """`sum_e w_e f_e(z)` for many tokens: the tokens of one expert are gathered and go through it together.
+    """`sum_e w_e f_e(z)` for many tokens: rows are sorted by expert, so that each expert is one matrix product.
 
-    z [T, L], ids [T, k] int64, weights [T, k] fp32. Products with the weights and their sums are fp32, in the order of
-    expert ids. Returns [T, L] in z's dtype.
+    z [T, L], ids [T, k] int64, weights [T, k] fp32. The weights multiply the experts' outputs; products and sums are
+    fp32, in the order of ids. Returns [T, L] in z's dtype.
     """
-    total = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
-    k = ids.shape[1]
+    T, k = ids.shape
     flat, order = torch.sort(ids.flatten(), stable=True)
-    token = order // k
-    weight = weights.flatten()[order].unsqueeze(-1)
-    counts = torch.bincount(flat, minlength=experts.w13.shape[0]).tolist()
-    first = 0
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        picked = token[first : first + count]
-        result = _expert(z[picked], *experts.matrices(expert, z.dtype), act)
-        total.index_add_(0, picked, result.float() * weight[first : first + count])
-        first += count
-    return total.to(z.dtype)
+    used, counts = torch.unique_consecutive(flat, return_counts=True)
+    inputs = z.index_select(0, order // k)
+    hidden = z.new_empty(T * k, experts.w13.shape[1])
+    outputs = z.new_empty(T * k, z.shape[1])
+    first, batch = 0, experts.at_once(z.dtype)
+    for chosen, sizes in zip(used.split(batch), counts.split(batch), strict=True):
+        w13, w2 = experts.matrices(chosen, z.dtype)
+        spans: list[tuple[int, int]] = []
+        for count in sizes.tolist():
+            spans.append((first, first + count))
+            first += count
+        for i, (lo, hi) in enumerate(spans):
+            torch.mm(inputs[lo:hi], w13[i].t(), out=hidden[lo:hi])
+        begin, end = spans[0][0], spans[-1][1]
+        gate, up = hidden[begin:end].chunk(2, dim=-1)
+        inner = act(gate, up)
+        for i, (lo, hi) in enumerate(spans):
+            torch.mm(inner[lo - begin : hi - begin], w2[i].t(), out=outputs[lo:hi])
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(T * k, device=order.device)
+    picked = outputs.index_select(0, inverse).view(T, k, -1)
+    return torch.bmm(weights.unsqueeze(1), picked.float()).squeeze(1).to(z.dtype)
 
 
 def experts_window(
@@ -132,20 +143,24 @@ def experts_window(
 ) -> Tensor:
     """The same for a decode window of W rows of which only `rows` count.
 
-    Each expert chosen by a counting row runs over all W rows, so shapes don't depend on who chose it, and a row adds
-    its experts up in the order of its own choice: its bits don't depend on the other rows. Returns [W, L] in z's
-    dtype, rows that don't count are zero.
+    Every row goes through its own k experts alone, with the same shapes and the same order of sums whatever the other
+    rows choose; only the dequantisation of shared experts is done once. Returns [W, L] in z's dtype, rows that don't
+    count are zero.
     """
-    chosen = ids.tolist()
-    results: dict[int, Tensor] = {}
-    for row in rows:
-        for expert in chosen[row]:
-            if expert not in results:
-                results[expert] = _expert(z, *experts.matrices(expert, z.dtype), act)
-    total = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
-    for row in rows:
-        picked = torch.stack([results[expert][row] for expert in chosen[row]]).float()
-        picked *= weights[row].unsqueeze(-1)
-        for part in picked:
-            total[row] += part
-    return total.to(z.dtype)
+    k = ids.shape[1]
+    total = torch.zeros_like(z)
+    group = max(1, experts.at_once(z.dtype) // k)
+    for first in range(0, len(rows), group):
+        members = list(rows[first : first + group])
+        if len(members) == 1:
+            local = None
+            w13, w2 = experts.matrices(ids[members[0]], z.dtype)
+        else:
+            used, local = torch.unique(ids[members], return_inverse=True)
+            w13, w2 = experts.matrices(used, z.dtype)
+        for i, row in enumerate(members):
+            mine = (w13, w2) if local is None else (w13.index_select(0, local[i]), w2.index_select(0, local[i]))
+            gate, up = torch.mv(mine[0].flatten(0, 1), z[row]).view(k, -1).chunk(2, dim=-1)
+            outputs = torch.bmm(mine[1], act(gate, up).unsqueeze(-1)).view(k, -1)
+            total[row] = torch.mv(outputs.float().t(), weights[row])
+    return total

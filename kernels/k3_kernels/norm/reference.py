@@ -1,4 +1,4 @@
-"""RMS norms, the definition (facts: Zhang & Sennrich 2019, RMSNorm; KDA output norm of Kimi Linear, arXiv 2510.26692)."""
+"""RMS norms (Zhang and Sennrich 2019) and the gated output norm of KDA (Kimi Linear, arXiv 2510.26692)."""
 
 from __future__ import annotations
 
