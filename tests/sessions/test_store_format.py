@@ -1,0 +1,98 @@
+"""The bytes of this release: golden files, and the constants of the document beside those of the code."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import sys
+
+import pytest
+
+import k3_sessions
+from k3_sessions import HASH_BLOCK, Store, codec, objects, portable, records, state_objects
+from k3_sessions.blobs import TEMP_PREFIX
+from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft
+
+GOLDEN_HEAD = "d84fca109f5b1a4e324aebc2a819db90aeb34e9c19be31003b785335b80f14d3"
+GOLDEN_FORMAT = (
+    b'{"hash":"sha256","k3":"store","sha256":"01a6a39d2545dcd4bf7b179a3d11827fbef015d6f16c945a503e20bb599aa70c",'
+    b'"version":"1.0"}\n'
+)
+TOKENS = [*range(3)] + [*range(21, 541)]
+
+
+def test_a_session_stored_by_release_1_0_still_comes_back(tmp_path, repo_root):
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    report = store.import_(repo_root / "tests/sessions/golden/session-1.0.k3s")
+    session = store.session("golden")
+    assert (report.objects, session.head, session.identity) == (10, GOLDEN_HEAD, IDENTITY)
+    assert (session.fixed, session.meta, list(session.marks)) == ({"system": "golden"}, {"title": "Golden"}, ["early"])
+    log = store.log("golden")
+    assert [(t.position, len(t.tokens), t.meta["turn"]) for t in log] == [(0, 0, 0), (2, 3, 1), (522, 520, 2)]
+    for turn in log:
+        plan = store.plan(turn.id, IDENTITY, LAYOUT)
+        assert plan.replay == ()
+        check(store.restore(plan, IDENTITY, LAYOUT), TOKENS)
+    assert store.verify().problems == ()
+    # It goes on, and the file can be made again, byte for byte.
+    store.export("golden", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (repo_root / "tests/sessions/golden/session-1.0.k3s").read_bytes()
+    with store.writer("golden", create=False, identity=IDENTITY, layout=LAYOUT) as writer:
+        writer.commit(draft([1], 524), Toy([*TOKENS, 1], 524))
+
+
+def test_the_marker_file_of_release_1_0(tmp_path):
+    Store.open(tmp_path / "s", config=CONFIG)
+    assert (tmp_path / "s/FORMAT").read_bytes() == GOLDEN_FORMAT
+
+
+@pytest.fixture(scope="module")
+def document(repo_root):
+    return (repo_root / "sessions/README.md").read_text(encoding="utf-8")
+
+
+def test_constants_in_the_document_are_those_of_the_code(document):
+    stated = dict(re.findall(r"^\| `([A-Z_.a-z]+)` \| `([^`]+)` \|", document, re.M))
+    config = k3_sessions.StoreConfig()
+    actual = {
+        "HASH_BLOCK": HASH_BLOCK,
+        "MAJOR": objects.MAJOR,
+        "MINOR": objects.MINOR,
+        "MAGIC": objects.MAGIC.hex(" "),
+        "PREFIX": f"{objects.PREFIX.size} bytes",
+        "EXPORT_MAGIC": portable.MAGIC.hex(" "),
+        "FRAME_ITEMS": codec.FRAME_ITEMS,
+        "MIN_GAIN": f"{codec._MIN_GAIN:.0%}",
+        "RAW": codec.RAW,
+        "ZSTD": codec.ZSTD,
+        "GROUP_BYTES": state_objects.GROUP_BYTES,
+        "TEMP_PREFIX": TEMP_PREFIX,
+        "kinds": ", ".join(f"{kind.value} {kind.name.lower()}" for kind in objects.Kind),
+        "thinning.last": config.thinning.last,
+        "thinning.max_kept": config.thinning.max_kept,
+        "zstd_level": config.zstd_level,
+        "staging_bytes": config.staging_bytes,
+        "free_floor_bytes": config.free_floor_bytes,
+        "free_floor_share": config.free_floor_share,
+        "lock_wait_seconds": config.lock_wait_seconds,
+    }
+    assert stated == {name: str(value) for name, value in actual.items()}
+
+
+def test_field_names_in_the_document_are_those_of_the_code(document):
+    for record in (records.Ref, records.TurnRecord, records.Root):
+        for name in record.__dataclass_fields__:
+            if name not in ("unknown", "id", "size"):
+                assert f"`{name}`" in document, (record.__name__, name)
+
+
+def test_the_prefix_is_laid_out_as_documented():
+    data = b"".join(objects.pack(objects.Kind.PAGE, {"a": 1}, (), 1))
+    assert data[:8] == bytes.fromhex("4b334f424a0d0a1a")
+    assert struct.unpack("<BBHI", data[8:16]) == (1, 0, 3, len(data) - 16)
+
+
+def test_the_package_needs_no_torch():
+    code = "import sys, k3_sessions; sys.exit('torch' in sys.modules or 'k3cli' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
