@@ -16,7 +16,7 @@ VERSION = 1
 
 def cache_dir() -> Path:
     """Where derived data lives that may be deleted at any time: K3_CACHE, or the platform's cache folder."""
-    return Path(os.environ.get("K3_CACHE") or platformdirs.user_cache_dir("k3"))
+    return Path(os.environ.get("K3_CACHE") or platformdirs.user_cache_dir("k3cli", appauthor=False))
 
 
 def stamp(status: os.stat_result) -> str:
