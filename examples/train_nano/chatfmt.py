@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import numpy as np
-
 from vocab import Vocab
 
 PAD, CHAT, DOC, ANSWER, VALUE = range(5)  # loss classes

@@ -14,7 +14,17 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-SKIP = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__", "encodings", "turtledemo", "pydoc_data"}
+SKIP = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "lib2to3",
+    "__pycache__",
+    "encodings",
+    "turtledemo",
+    "pydoc_data",
+}
 HELD_OUT_IN = 25  # one module in so many
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from model import NanoConfig, NanoModel
 from mxfp4 import decode, encode, fake_quantise, pack
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from vocab import N_SPECIALS, SPECIALS, Vocab
 
 PREFIX = "language_model."
@@ -68,38 +67,96 @@ def text_config(c: NanoConfig, bos: int, eos: int, pad: int) -> dict[str, Any]:
     quantisation = {
         "config_groups": {
             "group_0": {
-                "format": "mxfp4-pack-quantized", "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                "format": "mxfp4-pack-quantized",
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
                 "weights": {
-                    "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
-                    "observer": "minmax", "observer_kwargs": {}, "scale_dtype": "torch.uint8", "strategy": "group",
-                    "symmetric": True, "type": "float", "zp_dtype": None,
+                    "actorder": None,
+                    "block_structure": None,
+                    "dynamic": False,
+                    "group_size": 32,
+                    "num_bits": 4,
+                    "observer": "minmax",
+                    "observer_kwargs": {},
+                    "scale_dtype": "torch.uint8",
+                    "strategy": "group",
+                    "symmetric": True,
+                    "type": "float",
+                    "zp_dtype": None,
                 },
             }
         },
-        "format": "mxfp4-pack-quantized", "global_compression_ratio": None,
-        "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*", "re:.*vision_tower.*", "re:.*mm_projector.*"],
-        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
-    }  # fmt: skip
+        "format": "mxfp4-pack-quantized",
+        "global_compression_ratio": None,
+        "ignore": [
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+            "re:.*lm_head.*",
+            "re:.*vision_tower.*",
+            "re:.*mm_projector.*",
+        ],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
     return {
-        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": "bfloat16",
-        "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": c.layers, "intermediate_size": c.dense,
-        "num_attention_heads": c.heads, "num_key_value_heads": c.heads, "rms_norm_eps": 1e-5, "hidden_act": "situ",
-        "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "attn_res_block_size": c.block,
-        "q_lora_rank": c.q_lora, "kv_lora_rank": c.kv_lora, "qk_nope_head_dim": c.nope, "qk_rope_head_dim": c.rope, "v_head_dim": c.v_dim,
-        "mla_use_nope": True, "mla_use_output_gate": True,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "dtype": "bfloat16",
+        "vocab_size": c.vocab,
+        "hidden_size": c.hidden,
+        "num_hidden_layers": c.layers,
+        "intermediate_size": c.dense,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.heads,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "attn_res_block_size": c.block,
+        "q_lora_rank": c.q_lora,
+        "kv_lora_rank": c.kv_lora,
+        "qk_nope_head_dim": c.nope,
+        "qk_rope_head_dim": c.rope,
+        "v_head_dim": c.v_dim,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
         "linear_attn_config": {
             "full_attn_layers": [i + 1 for i in c.mla_layers],
             "kda_layers": [i + 1 for i in range(c.layers) if i not in c.mla_layers],
-            "gate_lower_bound": -5.0, "head_dim": c.kda_dim, "num_heads": c.kda_heads, "short_conv_kernel_size": 4, "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+            "head_dim": c.kda_dim,
+            "num_heads": c.kda_heads,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
         },
-        "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_experts": c.experts, "num_experts_per_token": c.top_k, "num_shared_experts": SHARED,
-        "moe_intermediate_size": c.expert_dim, "routed_expert_hidden_size": c.latent, "latent_moe_use_norm": True,
-        "moe_router_activation_func": "sigmoid", "moe_renormalize": True, "routed_scaling_factor": 1.0,
-        "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0, "max_position_embeddings": c.context, "initializer_range": 0.02, "use_cache": True,
-        "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad, "tie_word_embeddings": False,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_experts": c.experts,
+        "num_experts_per_token": c.top_k,
+        "num_shared_experts": SHARED,
+        "moe_intermediate_size": c.expert_dim,
+        "routed_expert_hidden_size": c.latent,
+        "latent_moe_use_norm": True,
+        "moe_router_activation_func": "sigmoid",
+        "moe_renormalize": True,
+        "routed_scaling_factor": 1.0,
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": c.context,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "tie_word_embeddings": False,
         "quantization_config": quantisation,
-    }  # fmt: skip
+    }
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -113,12 +170,19 @@ def export(model: NanoModel, vocab: Vocab, tokenizer: Path, out: Path, *, expert
     weight_map, sizes = {}, 0
     for shard in range(SHARDS):
         # Whole layers to a shard; what belongs to no layer goes to the last.
-        chosen = {n: t for n, t in tensors.items() if (SHARDS - 1 if layer_of(n) is None else layer_of(n) * SHARDS // c.layers) == shard}  # type: ignore[operator]
+        chosen = {
+            n: t
+            for n, t in tensors.items()
+            if (SHARDS - 1 if layer_of(n) is None else layer_of(n) * SHARDS // c.layers) == shard
+        }  # type: ignore[operator]
         file = f"model-{shard + 1:05d}-of-{SHARDS:06d}.safetensors"
         save_file(chosen, out / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(chosen, file)
         sizes += sum(t.numel() * t.element_size() for t in chosen.values())
-    write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(
+        out / "model.safetensors.index.json",
+        {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))},
+    )
     bos, eos, pad = (vocab.special(name) for name in ("[BOS]", "<|end_of_msg|>", "[PAD]"))
     ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
     top = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16", **ids}
@@ -127,11 +191,26 @@ def export(model: NanoModel, vocab: Vocab, tokenizer: Path, out: Path, *, expert
     write_json(out / "generation_config.json", {**ids, "do_sample": True, "temperature": 1.0, "top_p": 0.95})
     names = {vocab.n_ranks + offset: name for name, offset in SPECIALS.items()}
     added = {
-        str(i): {"content": names.get(i, f"<|reserved_token_{i}|>"), "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+        str(i): {
+            "content": names.get(i, f"<|reserved_token_{i}|>"),
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
         for i in range(vocab.n_ranks, vocab.n_ranks + N_SPECIALS)
-    }  # fmt: skip
+    }
     tokens = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
-    write_json(out / "tokenizer_config.json", {"added_tokens_decoder": added, **tokens, "model_max_length": c.context, "tokenizer_class": "TikTokenTokenizer"})
+    write_json(
+        out / "tokenizer_config.json",
+        {
+            "added_tokens_decoder": added,
+            **tokens,
+            "model_max_length": c.context,
+            "tokenizer_class": "TikTokenTokenizer",
+        },
+    )
     if tokenizer.resolve() != (out / "tiktoken.model").resolve():
         shutil.copyfile(tokenizer, out / "tiktoken.model")
     if experts_too:

@@ -1,5 +1,5 @@
-"""Quick measurements with the training model: recall with the true answer fed (equal to greedy decoding when every token
-of it is the best guess) and loss on held-out documents."""
+"""Quick measurements with the training model: recall with the true answer fed (equal to greedy decoding when each of
+its tokens is the best guess) and loss on held-out documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 
 import torch
 import torch.nn.functional as F
-
 from chatfmt import ANSWER, VALUE, Writer
 from generate import Library, recall_case
 from model import NanoModel
@@ -24,7 +23,7 @@ def padded(ids: list[int], device: torch.device) -> torch.Tensor:
 def recall_table(
     model: NanoModel, vocab: Vocab, library: Library, distance: int, cases: int, device: torch.device
 ) -> dict[str, float]:
-    """Shares of questions whose value, and whose whole answer, greedy decoding gives exactly. Eight questions a case."""
+    """Shares of questions whose value, and whose whole answer, greedy decoding gives exactly; 8 questions a case."""
     exact_value = exact_answer = asked = 0
     for number in range(cases):
         case = recall_case(f"eval/{distance}/{number}", distance, vocab, library)
@@ -53,9 +52,11 @@ def held_out_loss(model: NanoModel, vocab: Vocab, library: Library, device: torc
         _, kind, ids, _ = library.excerpt(rng, 1500)
         writer = Writer(vocab, True)
         writer.message("user", ["Look at this text:\n\n"])
-        head = writer.ids[: -4]  # without the closing tag
+        head = writer.ids[:-4]  # without the closing tag
         hidden = model.hidden(padded(head + ids, device))
-        logits = F.linear(hidden[len(head) - 1 : len(head) + len(ids) - 1], model.lm_head.weight.to(hidden.dtype)).float()
+        logits = F.linear(
+            hidden[len(head) - 1 : len(head) + len(ids) - 1], model.lm_head.weight.to(hidden.dtype)
+        ).float()
         sums[kind][0] += F.cross_entropy(logits, torch.tensor(ids, device=device), reduction="sum").item()
         sums[kind][1] += len(ids)
         sums[kind][2] += sum(vocab.lengths[i] for i in ids)

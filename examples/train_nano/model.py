@@ -71,7 +71,9 @@ def mix(sources: list[Tensor], norm: Tensor, proj: Tensor) -> Tensor:
 
 def situ(gate: Tensor, up: Tensor) -> Tensor:
     g, u = gate.float(), up.float()
-    out = SITU_BETA * torch.tanh(g / SITU_BETA) * torch.sigmoid(g) * (SITU_LINEAR_BETA * torch.tanh(u / SITU_LINEAR_BETA))
+    out = (
+        SITU_BETA * torch.tanh(g / SITU_BETA) * torch.sigmoid(g) * (SITU_LINEAR_BETA * torch.tanh(u / SITU_LINEAR_BETA))
+    )
     return out.to(gate.dtype)
 
 
@@ -207,7 +209,9 @@ class KDA(nn.Module):
         beta = self.b_proj(x).view(*rows, -1)
         kernel = kda_fla if x.is_cuda else kda_plain
         o = kernel(q, k, v, s, beta, self.A_log, self.dt_bias).to(x.dtype)
-        o = POINTWISE["gated_norm"](o.reshape(-1, *self.shape), self.g_proj(x).view(-1, *self.shape), self.o_norm.weight)
+        o = POINTWISE["gated_norm"](
+            o.reshape(-1, *self.shape), self.g_proj(x).view(-1, *self.shape), self.o_norm.weight
+        )
         return self.o_proj(o.view(x.shape[0], -1))
 
 
@@ -238,7 +242,11 @@ class MLA(nn.Module):
 class MLP(nn.Module):
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = Linear(hidden, width), Linear(hidden, width), Linear(width, hidden)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            Linear(hidden, width),
+            Linear(hidden, width),
+            Linear(width, hidden),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(POINTWISE["situ"](self.gate_proj(x), self.up_proj(x)))
@@ -265,7 +273,10 @@ class MoE(nn.Module):
         super().__init__()
         self.top_k = c.top_k
         self.gate, self.experts = Gate(c), Experts(c)
-        self.routed_expert_down_proj, self.routed_expert_up_proj = Linear(c.hidden, c.latent), Linear(c.latent, c.hidden)
+        self.routed_expert_down_proj, self.routed_expert_up_proj = (
+            Linear(c.hidden, c.latent),
+            Linear(c.latent, c.hidden),
+        )
         self.routed_expert_norm = Norm(c.latent)
         self.shared_experts = MLP(c.hidden, c.shared)
         self.quantise: Callable[[Tensor], Tensor] | None = None  # set for the MXFP4-aware finish
@@ -326,7 +337,10 @@ class NanoModel(nn.Module):
             elif name.endswith(("lm_head.weight", "gate.weight")):
                 nn.init.normal_(p, std=0.02)
             elif p.ndim >= 2 and "conv1d" not in name:
-                out = name.endswith(("o_proj.weight", "down_proj.weight", "up_proj.weight")) and "shared_experts.up" not in name
+                out = (
+                    name.endswith(("o_proj.weight", "down_proj.weight", "up_proj.weight"))
+                    and "shared_experts.up" not in name
+                )
                 nn.init.normal_(p, std=(0.5 if out else 1.0) * p.shape[-1] ** -0.5)
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -336,8 +350,13 @@ class NanoModel(nn.Module):
         blocks: list[Tensor] = []
         mix_of = POINTWISE["mix"]
         for index, layer in enumerate(self.model.layers):
-            assert isinstance(layer, Layer) and prefix is not None
-            h = mix_of([*blocks, prefix], layer.self_attention_res_norm.weight, layer.self_attention_res_proj.weight) if blocks else prefix
+            assert isinstance(layer, Layer)
+            assert prefix is not None
+            h = (
+                mix_of([*blocks, prefix], layer.self_attention_res_norm.weight, layer.self_attention_res_proj.weight)
+                if blocks
+                else prefix
+            )
             if index % self.config.block == 0:
                 blocks.append(prefix)
                 prefix = None

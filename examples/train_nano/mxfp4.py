@@ -44,6 +44,8 @@ def fake_quantise(weight: Tensor) -> Tensor:
     scale = torch.exp2(scale_exponent(groups))
     scaled = groups / scale
     size = scaled.abs()
-    rounded = sum((size > edge).float() * (high - low) for edge, low, high in zip(EDGES, VALUES[:-1], VALUES[1:], strict=True))
+    rounded = sum(
+        (size > edge).float() * (high - low) for edge, low, high in zip(EDGES, VALUES[:-1], VALUES[1:], strict=True)
+    )
     quantised = (torch.copysign(rounded, scaled) * scale).flatten(-2)  # type: ignore[arg-type]
     return weight + (quantised - weight).detach()

@@ -1,4 +1,4 @@
-"""Makes the tokenizer and the encoded corpus: `prepare.py --ranks 2816 --out DIR` writes tiktoken.model and corpus.pkl."""
+"""Makes the tokenizer and the encoded corpus: `prepare.py --out DIR` writes tiktoken.model and corpus.pkl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,34 @@ from generate import Library
 from toolcalls import draw_tools
 from vocab import Vocab, count_pieces, save_ranks, train_bpe
 
-TAGS = ["message", "think", "response", "tools", "call", "argument", "json", " role", " type", " tool", " index", " key", '="', "user", "assistant", "system", "tool", "string", "number", "boolean", "tool-declare", "thinking-effort", TOOLS_TEXT, EFFORT_TEXT.format("low"), EFFORT_TEXT.format("high"), EFFORT_TEXT.format("max")]
+TAGS = [
+    "message",
+    "think",
+    "response",
+    "tools",
+    "call",
+    "argument",
+    "json",
+    " role",
+    " type",
+    " tool",
+    " index",
+    " key",
+    '="',
+    "user",
+    "assistant",
+    "system",
+    "tool",
+    "string",
+    "number",
+    "boolean",
+    "tool-declare",
+    "thinking-effort",
+    TOOLS_TEXT,
+    EFFORT_TEXT.format("low"),
+    EFFORT_TEXT.format("high"),
+    EFFORT_TEXT.format("max"),
+]
 
 
 def chat_texts(n: int) -> list[str]:

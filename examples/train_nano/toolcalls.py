@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chatfmt import MARK_CLOSE, MARK_OPEN
-from facts import CITIES, PEOPLE, STEMS, WORDS, codename, email, hexes, host, path, pseudo_word, ticket
+from facts import CITIES, LISTS, PEOPLE, STEMS, WORDS, codename, email, hexes, host, path, pseudo_word, ticket
 
 Arguments = dict[str, Any]
 
@@ -26,7 +26,10 @@ class ToolKind:
     def schema(self) -> dict[str, Any]:
         properties = {key: {"type": kind} for key, kind in self.parameters.items()}
         parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": parameters}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": parameters},
+        }
 
 
 def m(value: object) -> str:
@@ -36,31 +39,76 @@ def m(value: object) -> str:
 def weather(rng: random.Random) -> tuple[str, Arguments, str, str]:
     city, days = rng.choice(CITIES), rng.randrange(1, 10)
     degrees, sky = rng.randrange(-10, 38), rng.choice(("sunny", "cloudy", "rainy", "windy", "foggy"))
-    request = rng.choice(("Weather in {} for {} days?", "What is the weather in {} for {} days?", "weather forecast {} next {} days", "How will the weather be in {} over {} days?"))
-    return request.format(city, days), {"city": city, "days": days}, json.dumps({"t": degrees, "sky": sky}), f"It is {m(degrees)} degrees and {m(sky)} in {m(city)}."
+    request = rng.choice(
+        (
+            "Weather in {} for {} days?",
+            "What is the weather in {} for {} days?",
+            "weather forecast {} next {} days",
+            "How will the weather be in {} over {} days?",
+        )
+    )
+    return (
+        request.format(city, days),
+        {"city": city, "days": days},
+        json.dumps({"t": degrees, "sky": sky}),
+        f"It is {m(degrees)} degrees and {m(sky)} in {m(city)}.",
+    )
 
 
 def shell(rng: random.Random) -> tuple[str, Arguments, str, str]:
     name, word = path(rng), rng.choice(WORDS)
-    request, command = rng.choice((
-        (f"List the files in {m(name)}", f"ls {name}"), (f"run ls in {m(name)}", f"ls {name}"), (f"Show me {m(name)}", f"cat {name}"),
-        (f"How many lines does {m(name)} have?", f"wc -l {name}"), (f"Search for {m(word)} in {m(name)}", f"grep -rn {word} {name}"),
-        (f"Delete the file {m(name)}", f"rm {name}"), (f"Make the folder {m(name)}", f"mkdir -p {name}"), ("Which git branch is this?", "git branch --show-current"),
-        ("Show the git status", "git status"), ("How much disk space is free?", "df -h"), ("run the tests", "make test"), (f"run the command `{m('ls -la ' + word)}`", "ls -la " + word),
-    ))  # fmt: skip
-    out = rng.choice(("\n".join(rng.sample(STEMS, 3)), f"{rng.randrange(1, 999)} {name}", f"{rng.choice(STEMS)}.py:{rng.randrange(1, 400)}: {word}", f"ok {rng.randrange(10, 99)} passed"))
+    request, command = rng.choice(
+        (
+            (f"List the files in {m(name)}", f"ls {name}"),
+            (f"run ls in {m(name)}", f"ls {name}"),
+            (f"Show me {m(name)}", f"cat {name}"),
+            (f"How many lines does {m(name)} have?", f"wc -l {name}"),
+            (f"Search for {m(word)} in {m(name)}", f"grep -rn {word} {name}"),
+            (f"Delete the file {m(name)}", f"rm {name}"),
+            (f"Make the folder {m(name)}", f"mkdir -p {name}"),
+            ("Which git branch is this?", "git branch --show-current"),
+            ("Show the git status", "git status"),
+            ("How much disk space is free?", "df -h"),
+            ("run the tests", "make test"),
+            (f"run the command `{m('ls -la ' + word)}`", "ls -la " + word),
+        )
+    )
+    out = rng.choice(
+        (
+            "\n".join(rng.sample(STEMS, 3)),
+            f"{rng.randrange(1, 999)} {name}",
+            f"{rng.choice(STEMS)}.py:{rng.randrange(1, 400)}: {word}",
+            f"ok {rng.randrange(10, 99)} passed",
+        )
+    )
     return request, {"command": command}, out, f"The output is:\n{m(out)}"
 
 
 def read_file(rng: random.Random) -> tuple[str, Arguments, str, str]:
     name, word = path(rng), f"{rng.choice(STEMS)} = {codename(rng)}"
-    request = rng.choice(("Read {}", "read the file {}", "What is in {}?", "Open {} and tell me what it says.", "show me the content of {}", "look into {}"))
+    request = rng.choice(
+        (
+            "Read {}",
+            "read the file {}",
+            "What is in {}?",
+            "Open {} and tell me what it says.",
+            "show me the content of {}",
+            "look into {}",
+        )
+    )
     return request.format(m(name)), {"path": name}, word, f"The file says: {m(word)}"
 
 
 def write_file(rng: random.Random) -> tuple[str, Arguments, str, str]:
     name, text = path(rng), " ".join(rng.sample(WORDS, rng.randrange(1, 5)))
-    request = rng.choice(("Write {1} to {0}", "write '{1}' into the file {0}", "Create {0} with the text {1}", "Save the text {1} in {0}"))
+    request = rng.choice(
+        (
+            "Write {1} to {0}",
+            "write '{1}' into the file {0}",
+            "Create {0} with the text {1}",
+            "Save the text {1} in {0}",
+        )
+    )
     return request.format(m(name), m(text)), {"path": name, "text": text}, "ok", f"I wrote it to {m(name)}."
 
 
@@ -72,38 +120,86 @@ def add(rng: random.Random) -> tuple[str, Arguments, str, str]:
 
 def now(rng: random.Random) -> tuple[str, Arguments, str, str]:
     time = f"{rng.randrange(24):02d}:{rng.randrange(60):02d}"
-    return rng.choice(("What time is it?", "what's the time", "Tell me the time.", "current time?")), {}, json.dumps({"time": time}), f"It is {m(time)}."
+    return (
+        rng.choice(("What time is it?", "what's the time", "Tell me the time.", "current time?")),
+        {},
+        json.dumps({"time": time}),
+        f"It is {m(time)}.",
+    )
 
 
 def send_mail(rng: random.Random) -> tuple[str, Arguments, str, str]:
     to, text = email(rng), " ".join(rng.sample(WORDS, rng.randrange(2, 5)))
-    request = rng.choice(("Send {1} to {0}", "mail {0}: {1}", "Write an email to {0} that says {1}", "please email {0} with the text {1}"))
+    request = rng.choice(
+        (
+            "Send {1} to {0}",
+            "mail {0}: {1}",
+            "Write an email to {0} that says {1}",
+            "please email {0} with the text {1}",
+        )
+    )
     return request.format(m(to), m(text)), {"to": to, "text": text}, '{"sent":true}', f"I sent it to {m(to)}."
 
 
 def synthetic(rng: random.Random) -> ToolKind:
     """A tool made up on the spot, so that the declaration has to be read."""
-    noun = rng.choice((rng.choice("order user invoice server ticket job build deployment customer package account record sensor device file image route model task".split()), pseudo_word(rng)))
-    verb = rng.choice("get find lookup check fetch start stop restart cancel delete update create describe close open".split())
-    key, kind = rng.choice((("id", "string"), (f"{noun}_id", "string"), ("name", "string"), ("number", "integer"), (noun, "string")))
-    field = rng.choice("status owner state price location size version color result".split())
-    extra = rng.choice((None, None, ("force", "boolean"), ("count", "integer"), ("reason", "string"), ("limit", "number")))
+    noun = rng.choice((rng.choice(LISTS["TOOL_NOUNS"]), pseudo_word(rng)))
+    verb = rng.choice(LISTS["TOOL_VERBS"])
+    key, kind = rng.choice(
+        (("id", "string"), (f"{noun}_id", "string"), ("name", "string"), ("number", "integer"), (noun, "string"))
+    )
+    field = rng.choice(LISTS["TOOL_FIELDS"])
+    extra = rng.choice(
+        (None, None, ("force", "boolean"), ("count", "integer"), ("reason", "string"), ("limit", "number"))
+    )
     parameters = {key: kind} | ({extra[0]: extra[1]} if extra else {})
 
     def make(r: random.Random) -> tuple[str, Arguments, str, str]:
-        value: Any = r.randrange(1, 99999) if kind == "integer" else r.choice((ticket(r), hexes(r, 6), codename(r), r.choice(PEOPLE), host(r)))
+        value: Any = (
+            r.randrange(1, 99999)
+            if kind == "integer"
+            else r.choice((ticket(r), hexes(r, 6), codename(r), r.choice(PEOPLE), host(r)))
+        )
         arguments: Arguments = {key: value}
-        request = r.choice(("{v} {n} {x}", "{v} the {n} {x}", "Please {v} {n} {x}", "can you {v} the {n} {x}?", "I want to {v} the {n} {x}", "{v} {n}: {x}"))
+        request = r.choice(
+            (
+                "{v} {n} {x}",
+                "{v} the {n} {x}",
+                "Please {v} {n} {x}",
+                "can you {v} the {n} {x}?",
+                "I want to {v} the {n} {x}",
+                "{v} {n}: {x}",
+            )
+        )
         text = request.format(v=verb, n=noun, x=m(value))
         if extra:
-            second: Any = {"boolean": r.random() < 0.5, "integer": r.randrange(1, 50), "number": r.randrange(1, 500) / 10, "string": r.choice(WORDS)}[extra[1]]
+            second: Any = {
+                "boolean": r.random() < 0.5,
+                "integer": r.randrange(1, 50),
+                "number": r.randrange(1, 500) / 10,
+                "string": r.choice(WORDS),
+            }[extra[1]]
             arguments[extra[0]] = second
-            text = text.rstrip("?") + r.choice((" with {} {}", ", {} {}", " ({}: {})", " and set {} to {}")).format(extra[0], m(json.dumps(second) if not isinstance(second, str) else second))
-        answer = r.choice((codename(r), str(r.randrange(1000)), r.choice(("ready", "done", "running", "failed", "shipped", "open", "closed"))))
+            text = text.rstrip("?") + r.choice((" with {} {}", ", {} {}", " ({}: {})", " and set {} to {}")).format(
+                extra[0], m(json.dumps(second) if not isinstance(second, str) else second)
+            )
+        answer = r.choice(
+            (
+                codename(r),
+                str(r.randrange(1000)),
+                r.choice(("ready", "done", "running", "failed", "shipped", "open", "closed")),
+            )
+        )
         return text, arguments, json.dumps({field: answer}), f"The {field} of {noun} {m(value)} is {m(answer)}."
 
     name = rng.choice((f"{verb}_{noun}", f"{verb}_{noun}", f"{noun}_{verb}", f"{verb}{noun.capitalize()}"))
-    description = rng.choice((f"{verb.capitalize()} a {noun}.", f"{verb.capitalize()} the {noun} with the given {key}.", f"{verb.capitalize()} one {noun} and return its {field}."))
+    description = rng.choice(
+        (
+            f"{verb.capitalize()} a {noun}.",
+            f"{verb.capitalize()} the {noun} with the given {key}.",
+            f"{verb.capitalize()} one {noun} and return its {field}.",
+        )
+    )
     return ToolKind(name, description, parameters, make)
 
 

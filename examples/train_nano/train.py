@@ -18,18 +18,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import model as net
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-import model as net
 from export import export, restore
 from generate import Library, training_row
 from measure import held_out_loss, recall_table
 from model import MoE, NanoConfig, NanoModel
 from muon import split
 from mxfp4 import fake_quantise
+from torch import Tensor
 from vocab import Vocab
 
 CLASS_WEIGHTS = (0.0, 0.15, 0.3, 1.0, 2.0)  # pad, chat, document, answer, value
@@ -125,7 +124,24 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     config = NanoConfig(vocab.n_vocab)
     if options.small:
-        config = NanoConfig(vocab.n_vocab, hidden=64, kda_heads=2, kda_dim=16, heads=2, nope=16, rope=16, v_dim=16, kv_lora=32, q_lora=32, dense=96, experts=8, top_k=2, latent=32, expert_dim=32, shared=32)
+        config = NanoConfig(
+            vocab.n_vocab,
+            hidden=64,
+            kda_heads=2,
+            kda_dim=16,
+            heads=2,
+            nope=16,
+            rope=16,
+            v_dim=16,
+            kv_lora=32,
+            q_lora=32,
+            dense=96,
+            experts=8,
+            top_k=2,
+            latent=32,
+            expert_dim=32,
+            shared=32,
+        )
     model = NanoModel(config, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     if options.resume:
         restore(model, options.resume)
@@ -146,7 +162,9 @@ def main() -> None:
     for _ in range(4 * options.processes):
         feed.ask(options.start_at)
     model.train()
-    print(f"start-up {time.time() - begin:.1f} s, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    print(
+        f"start-up {time.time() - begin:.1f} s, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True
+    )
     ids = torch.zeros(options.tokens // 1024, 1024, dtype=torch.long, device=device)
     for warm in (quantise, None):  # builds every kernel, outside the clock
         for moe in moes:
@@ -198,11 +216,16 @@ def main() -> None:
             count, total, hits = sums.tolist()
             now = time.time()
             line = {
-                "step": step, "part": round(part, 4), "s": round(now - started, 1), "lr": round(lr, 6), "len": ids.shape[1],
+                "step": step,
+                "part": round(part, 4),
+                "s": round(now - started, 1),
+                "lr": round(lr, 6),
+                "len": ids.shape[1],
                 "loss": [round(t / max(n, 1), 4) for t, n in zip(total[1:], count[1:], strict=True)],
                 "right": [round(h / max(n, 1), 4) for h, n in zip(hits[1:], count[1:], strict=True)],
-                "tok/s": round(sum(count) / (now - marked)), "uneven": round(float((load.max() / load.mean()).item()), 2),
-            }  # fmt: skip
+                "tok/s": round(sum(count) / (now - marked)),
+                "uneven": round(float((load.max() / load.mean()).item()), 2),
+            }
             sums.zero_()
             marked = now
             log.write(json.dumps(line) + "\n")
@@ -219,12 +242,19 @@ def main() -> None:
     model.eval()
     export(model, vocab, options.data / "tiktoken.model", options.out, experts_too=True)
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    result: dict[str, Any] = {"steps": step, "tokens": step * options.tokens, "train_s": round(trained, 1), "GiB": round(memory, 1)}
+    result: dict[str, Any] = {
+        "steps": step,
+        "tokens": step * options.tokens,
+        "train_s": round(trained, 1),
+        "GiB": round(memory, 1),
+    }
     library: Library = pickle.loads((options.data / "corpus.pkl").read_bytes())["held_out"]
     print(json.dumps(result), flush=True)
     result["held_out"] = held_out_loss(model, vocab, library, device)
     for distance in map(int, options.evaluate.split(",") if options.evaluate else []):
-        result[f"recall_{distance}"] = recall_table(model, vocab, library, distance, 13 if distance < 40000 else 4, device)
+        result[f"recall_{distance}"] = recall_table(
+            model, vocab, library, distance, 13 if distance < 40000 else 4, device
+        )
         print(distance, result[f"recall_{distance}"], flush=True)
     result["all_s"] = round(time.time() - begin, 1)
     print(json.dumps(result), flush=True)

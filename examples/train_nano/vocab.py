@@ -10,6 +10,7 @@ import base64
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import regex
@@ -116,7 +117,7 @@ def train_bpe(counts: Counter[bytes], n_ranks: int) -> dict[bytes, int]:
     totals: Counter[tuple[int, int]] = Counter()
     where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for index, word in enumerate(words):
-        for pair in zip(word, word[1:], strict=False):
+        for pair in pairwise(word):
             totals[pair] += weights[index]
             where[pair].add(index)
     heap = [(-total, tokens[a], tokens[b], (a, b)) for (a, b), total in totals.items()]
@@ -130,7 +131,7 @@ def train_bpe(counts: Counter[bytes], n_ranks: int) -> dict[bytes, int]:
         changed: set[tuple[int, int]] = set()
         for index in where.pop(pair):
             word, weight = words[index], weights[index]
-            for old in zip(word, word[1:], strict=False):
+            for old in pairwise(word):
                 totals[old] -= weight
                 changed.add(old)
             merged: list[int] = []
@@ -143,7 +144,7 @@ def train_bpe(counts: Counter[bytes], n_ranks: int) -> dict[bytes, int]:
                     merged.append(word[i])
                     i += 1
             words[index] = merged
-            for fresh in zip(merged, merged[1:], strict=False):
+            for fresh in pairwise(merged):
                 totals[fresh] += weight
                 where[fresh].add(index)
                 changed.add(fresh)
