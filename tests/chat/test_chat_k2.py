@@ -149,6 +149,29 @@ class TestParser:
         assert parser.message()["content"] == "a"
         assert len(parser.message().get("tool_calls", ())) == n_calls
 
+    @pytest.mark.parametrize(
+        ("text", "closing"),
+        [
+            ("a", "<|im_end|>"),
+            (f"a{SECTION}", "<|im_end|>"),
+            ("a<|tool_calls_section_begin|>", "<|tool_calls_section_end|><|im_end|>"),
+            ("a<|tool_calls_section_begin|><|tool_call_begin|>functions", "<|tool_calls_section_end|><|im_end|>"),
+            (f"a{SECTION[:-40]}", "<|tool_calls_section_end|><|im_end|>"),
+        ],
+    )
+    def test_closing_ids(self, k2: Renderer, text: str, closing: str) -> None:
+        parser, _ = read(k2, text)
+        assert k2.tokenizer.decode_text(k2.close_turn(parser)) == closing
+
+    def test_tokenizer_level_end_gives_out_what_is_held_back(self, k2: Renderer) -> None:
+        eos = k2.tokenizer.special("[EOS]")
+        parser = k2.parser()
+        events = [*parser.feed("é".encode()[0]), *parser.feed(eos)]
+        assert events == [TextDelta("\ufffd"), End("stop")]
+        parser = k2.parser()
+        half = to_ids(k2.tokenizer, "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0")
+        assert reasons([event for token in [*half, eos] for event in parser.feed(token)]) == ["unfinished-call"]
+
     def test_a_think_channel_where_the_vocabulary_has_one(self, vocab_dir: Path) -> None:
         base = Tokenizer.from_dir(vocab_dir).n_ranks
         names = K2_NAMES | {22: "<think>", 23: "</think>"}
