@@ -1,0 +1,157 @@
+"""Random checkpoints of small configurations, one K3-like and one Kimi-Linear-like, loaded once."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from k3cli.model.random_weights import write_random_checkpoint
+from k3cli.model.weights import LoadedModel, load_model
+
+K3 = {
+    "architectures": ["KimiK3ForConditionalGeneration"],
+    "model_type": "kimi_k3",
+    "text_config": {
+        "model_type": "kimi_linear",
+        "hidden_size": 40,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "intermediate_size": 56,
+        "attn_res_block_size": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 10,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "routed_expert_hidden_size": 64,
+        "routed_scaling_factor": 1.0,
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "vocab_size": 131,
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "hidden_act": "situ",
+        "rms_norm_eps": 1e-5,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "latent_moe_use_norm": True,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+        "dtype": "bfloat16",
+        "linear_attn_config": {
+            "full_attn_layers": [3, 6],
+            "kda_layers": [1, 2, 4, 5],
+            "gate_lower_bound": -5.0,
+            "head_dim": 16,
+            "num_heads": 5,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+        },
+        "quantization_config": {
+            "format": "mxfp4-pack-quantized",
+            "quant_method": "compressed-tensors",
+            "kv_cache_scheme": None,
+            "config_groups": {
+                "group_0": {
+                    "format": "mxfp4-pack-quantized",
+                    "input_activations": None,
+                    "weights": {"group_size": 32, "num_bits": 4, "strategy": "group", "type": "float"},
+                }
+            },
+        },
+    },
+}
+
+LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "vocab_size": 97,
+    "hidden_size": 36,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "intermediate_size": 52,
+    "hidden_act": "silu",
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-5,
+    "linear_attn_config": {
+        "full_attn_layers": [3],
+        "kda_layers": [1, 2, 4],
+        "head_dim": 12,
+        "num_heads": 3,
+        "short_conv_kernel_size": 4,
+    },
+    "model_max_length": 4096,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 22,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "q_lora_rank": None,
+    "mla_use_nope": True,
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "routed_scaling_factor": 2.446,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "use_grouped_topk": True,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small only lose by threads, most of all when tests run side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def k3_config() -> dict:
+    return copy.deepcopy(K3)
+
+
+@pytest.fixture
+def linear_config() -> dict:
+    return copy.deepcopy(LINEAR)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders that tests may read; copy before damaging one."""
+    base = tmp_path_factory.mktemp("checkpoints")
+    found = {}
+    for i, (name, raw) in enumerate({"k3": K3, "linear": LINEAR}.items()):
+        found[name] = write_random_checkpoint(base / name, json.loads(json.dumps(raw)), seed=i)
+    return found
+
+
+@pytest.fixture(scope="session")
+def loaded(checkpoints: dict[str, Path]) -> dict[str, LoadedModel]:
+    return {name: load_model(path) for name, path in checkpoints.items()}

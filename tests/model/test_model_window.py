@@ -1,0 +1,145 @@
+"""A window gives the bits of plain decoding, whatever is in it and however much of it is accepted."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from k3cli.model.network import K3Model
+from k3cli.model.state import State
+from k3cli.model.weights import load_model
+
+
+def decode(model: K3Model, ids: torch.Tensor, state: State) -> torch.Tensor:
+    rows = []
+    for i in range(ids.numel()):
+        logits, log = model.verify(ids[i : i + 1], state)
+        model.commit(state, log, 1)
+        rows.append(logits)
+    return torch.cat(rows)
+
+
+def same_state(a: State, b: State) -> bool:
+    if a.position != b.position:
+        return False
+    left, right = a.checkpoint(), b.checkpoint()
+    pages = all(
+        np.array_equal(a.page_rows(f.name, 0, a.position), b.page_rows(f.name, 0, b.position))
+        for f in a.layout.fields
+        if f.scope == "page"
+    )
+    return pages and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def ids_of(model: K3Model, count: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, model.config.vocab, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module", params=[("k3", 8), ("k3", 3), ("k3", 1), ("linear", 8), ("linear", 5)], ids=str)
+def model(request: pytest.FixtureRequest, checkpoints) -> K3Model:
+    name, window = request.param
+    return load_model(checkpoints[name], window=window).model
+
+
+def test_every_length_and_every_accepted_count(model: K3Model):
+    prompt, draft = ids_of(model, 13, 0), ids_of(model, model.window, 1)
+    base = model.new_state()
+    model.prefill(prompt, base)
+    plain, states = base.fork(), [base.fork()]
+    rows = []
+    for i in range(model.window):
+        rows.append(decode(model, draft[i : i + 1], plain))
+        states.append(plain.fork())
+    expected = torch.cat(rows)
+    for n in range(1, model.window + 1):
+        logits, log = model.verify(draft[:n], base)
+        assert torch.equal(logits, expected[:n])
+        for accepted in range(n + 1):
+            fork = base.fork()
+            model.commit(fork, log, accepted)
+            assert same_state(fork, states[accepted]), (n, accepted)
+    assert same_state(base, states[0])
+
+
+def test_chained_random_windows(model: K3Model):
+    """Hundreds of tokens in random windows with random accepted counts, rejected drafts thrown in; pages are crossed."""
+    dice = random.Random(3)
+    start, total = 470, 90
+    truth = ids_of(model, start + total, 4)
+    wrong = ids_of(model, 4096, 5)
+    plain = model.new_state()
+    model.prefill(truth[:start], plain)
+    windowed = plain.fork()
+    expected = decode(model, truth[start:], plain)
+    while windowed.position < start + total:
+        at = windowed.position
+        n = min(dice.randint(1, model.window), start + total - at)
+        keep = dice.randint(0, n)
+        pick = dice.randrange(4000)
+        draft = torch.cat((truth[at : at + keep], wrong[pick : pick + n - keep]))
+        logits, log = model.verify(draft, windowed)
+        # Row i depends on rows before it only: rows up to the first wrong token are those of plain decoding.
+        good = min(keep, n)
+        assert torch.equal(logits[:good], expected[at - start : at - start + good])
+        model.commit(windowed, log, keep)
+    assert same_state(windowed, plain)
+
+
+def test_forks_do_not_see_each_other(model: K3Model):
+    start = 509
+    state = model.new_state()
+    model.prefill(ids_of(model, start, 8), state)
+    left, right = state.fork(), state.fork()
+    a, b = ids_of(model, 10, 9), ids_of(model, 10, 10)
+    for i in range(10):
+        decode(model, a[i : i + 1], left)
+        decode(model, b[i : i + 1], right)
+    alone_left, alone_right = state.fork(), state.fork()
+    decode(model, a, alone_left)
+    decode(model, b, alone_right)
+    assert same_state(left, alone_left)
+    assert same_state(right, alone_right)
+    assert not same_state(left, right)
+    assert state.position == start
+
+
+def test_prefill_repeats_its_bits_whatever_lies_in_memory(model: K3Model):
+    ids = ids_of(model, 150, 11)
+    results = []
+    for shift in range(4):
+        junk = [torch.empty(17 * shift + i + 1) for i in range(shift)]
+        state = model.new_state()
+        rows = [model.prefill(part, state, logits="all") for part in ids.split([64, 1, 85])]
+        results.append((torch.cat(rows), state, junk))
+    for rows, state, _ in results[1:]:
+        assert torch.equal(rows, results[0][0])
+        assert same_state(state, results[0][1])
+
+
+def test_empty_prefill_changes_nothing(model: K3Model):
+    state = model.new_state()
+    model.prefill(ids_of(model, 5, 12), state)
+    before = state.fork()
+    assert model.prefill(torch.empty(0, dtype=torch.int64), state) is None
+    assert same_state(state, before)
+    assert model.prefill(ids_of(model, 2, 13), state, logits="none") is None
+    assert state.position == 7
+
+
+def test_last_logits_are_those_of_all(model: K3Model):
+    ids = ids_of(model, 70, 14)
+    every = model.prefill(ids, model.new_state(), logits="all")
+    last = model.prefill(ids, model.new_state(), logits="last")
+    assert last.shape == every.shape[1:]
+    torch.testing.assert_close(last, every[-1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_failing_prefill_leaves_the_state(model: K3Model):
+    state = model.new_state()
+    model.prefill(ids_of(model, 9, 15), state)
+    before = state.fork()
+    with pytest.raises(IndexError):
+        model.prefill(torch.tensor([1, model.config.vocab]), state)
+    assert same_state(state, before)
