@@ -24,6 +24,9 @@ from k3cli.model.placement import check_fit, choose_device, choose_dtype
 PIECE = 32 << 20
 """Bytes per read."""
 
+open_file = FileIO
+"""Opens a shard for the one sequential read of its tensors."""
+
 
 @dataclass(frozen=True)
 class LoadProgress:
@@ -153,7 +156,7 @@ class _Reader:
 def _load_shard(shard: Shard, sinks: Sinks, cache: DigestCache, meter: _Meter) -> str:
     """Copies a shard's text tensors to their places. Returns the shard's hex digest."""
     try:
-        with shard.path.open("rb", buffering=0) as stream:
+        with open_file(shard.path) as stream:
             before = os.fstat(stream.fileno())
             known = cache.get(before)
             reader = _Reader(stream, shard, known is None, meter)
