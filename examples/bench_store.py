@@ -18,16 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import zstandard
-
-from k3_sessions import FieldSpec, Identity, StateLayout, Store, StoreConfig, TurnDraft, layout_digest
-from k3_sessions import codec
+from k3_sessions import FieldSpec, Identity, StateLayout, Store, StoreConfig, TurnDraft, codec, layout_digest
 from k3_sessions.upkeep import files
 
-MLA = tuple(range(3, 93, 4)) + (92,)
+MLA = (*range(3, 93, 4), 92)
 KDA = tuple(layer for layer in range(93) if layer not in MLA)
 LAYOUT = StateLayout(
     (
@@ -89,13 +88,16 @@ def timed(what: str, raw: int, stored: Callable[[], int] | None = None) -> Itera
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     yield out
     out.append(time.perf_counter() - began)
+    time.process_time() - used
     stop.set()
     watcher.join()
     size = stored() if stored else raw
-    line = f"{what:34} {out[0]:7.2f} s  {raw / MIB / out[0]:8.0f} MiB/s of state  {size / MIB / out[0]:8.0f} MiB/s of disk"
+    line = (
+        f"{what:34} {out[0]:7.2f} s  {raw / MIB / out[0]:8.0f} MiB/s of state  {size / MIB / out[0]:8.0f} MiB/s of disk"
+    )
     print(f"{line}  +{(peak - base) / MIB:6.0f} MiB memory", flush=True)
 
 
@@ -130,6 +132,10 @@ def disk(folder: Path, size: int) -> None:
     path.unlink()
 
 
+def stored_bytes(store: Store) -> int:
+    return sum(info.size for _, info in files(store))
+
+
 def speed(folder: Path, tokens: int, config: StoreConfig) -> None:
     state = RandomState(tokens)
     raw = sum(a.nbytes for a in state.checkpoint().values()) + tokens * len(MLA) * 576 * 2
@@ -139,10 +145,10 @@ def speed(folder: Path, tokens: int, config: StoreConfig) -> None:
         disk(folder, raw // (16 * MIB) * 16 * MIB)
         root = folder / f"store{run}"
         store = Store.open(root, config=config)
-        stored = lambda: sum(info.size for _, info in files(store))  # noqa: E731, B023
-        with store.writer("s", create=True, identity=IDENTITY, layout=LAYOUT) as writer:
-            with timed("store: commit", raw, stored):
-                report = writer.commit(TurnDraft(ids, tokens), state)
+        stored = partial(stored_bytes, store)
+        writer = store.writer("s", create=True, identity=IDENTITY, layout=LAYOUT)
+        with writer, timed("store: commit", raw, stored):
+            report = writer.commit(TurnDraft(ids, tokens), state)
         print(f"  stored {stored() / raw:.3f} of raw: MLA {report.bytes_pages}, KDA {report.bytes_checkpoint} bytes")
         cold(root)
         fresh = Store.open(root, config=config)
@@ -171,56 +177,54 @@ def codecs(folder: Path, state_file: Path | None) -> None:
         with np.load(state_file) as arrays:
             samples |= {f"real {name}": arrays[name].reshape(-1) for name in arrays.files}
     for name, array in samples.items():
-        data = array.tobytes()
-        print(f"{name}: {len(data) / MIB:.1f} MiB")
-        rows: dict[str, tuple[Callable[[], list[bytes]], Callable[[list[bytes]], object]]] = {}
-        frame = 2 * MIB
-        cut = [data[i : i + frame] for i in range(0, len(data), frame)]
-        rows["raw"] = (lambda: [bytes(bytearray(part)) for part in cut], lambda parts: [bytearray(p) for p in parts])
-        for level in (1, 3):
-            press, unpress = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
-            rows[f"zstd {level}"] = (
-                lambda press=press: [press.compress(part) for part in cut],
-                lambda parts, unpress=unpress: [unpress.decompress(p) for p in parts],
-            )
-        tables: list[list[tuple[int, int]]] = [[]]
-
-        def planes() -> list[bytes]:
-            table, parts = codec.encode(array, 1)
-            tables[0] = table
-            return parts
-
-        def merge(parts: list[bytes]) -> object:
-            out = np.empty_like(array)
-            codec.decode(memoryview(b"".join(parts)), tables[0], out)
-            return out
-
-        rows["byte planes, zstd 1 (store)"] = (planes, merge)
-        try:
-            import blosc2
-        except ImportError:
-            print("  blosc2 is not installed: row left out")
-        else:
-            params = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.SHUFFLE], "nthreads": 1}
-            rows["blosc2 shuffle, zstd 1"] = (
-                lambda: [blosc2.compress2(part, typesize=array.itemsize, **params) for part in cut],
-                lambda parts: [blosc2.decompress2(p, nthreads=1) for p in parts],
-            )
-        for row, (press_all, unpress_all) in rows.items():
-            best_in = best_out = 1e9
+        print(f"{name}: {array.nbytes / MIB:.1f} MiB")
+        for row, press, unpress in coders(array):
+            best_in = best_out = float("inf")
             for _ in range(3):
                 began = time.perf_counter()
-                parts = press_all()
+                parts = press()
                 best_in = min(best_in, time.perf_counter() - began)
                 began = time.perf_counter()
-                unpress_all(parts)
+                unpress(parts)
                 best_out = min(best_out, time.perf_counter() - began)
             size = sum(len(part) for part in parts)
-            print(
-                f"  {row:30} {len(data) / size:6.3f}x  in {len(data) / MIB / best_in:7.0f} MiB/s"
-                f"  out {len(data) / MIB / best_out:7.0f} MiB/s",
-                flush=True,
-            )
+            rates = f"in {array.nbytes / MIB / best_in:7.0f} MiB/s  out {array.nbytes / MIB / best_out:7.0f} MiB/s"
+            print(f"  {row:30} {array.nbytes / size:6.3f}x  {rates}", flush=True)
+
+
+Coder = tuple[str, Callable[[], list[bytes]], Callable[[list[bytes]], object]]
+
+
+def coders(array: np.ndarray) -> Iterator[Coder]:
+    """Name, compress and decompress for each row of the table; all on one core, in pieces of 2 MiB."""
+    data = array.tobytes()
+    cut = [data[i : i + 2 * MIB] for i in range(0, len(data), 2 * MIB)]
+    yield "raw", lambda: [bytes(bytearray(part)) for part in cut], lambda parts: [bytearray(p) for p in parts]
+    for level in (1, 3):
+        one, two = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
+        yield f"zstd {level}", partial(_each, one.compress, cut), partial(_each, two.decompress)
+    table: list[tuple[int, int]] = []
+
+    def planes() -> list[bytes]:
+        table[:], parts = codec.encode(array, 1)
+        return [b"".join(parts)]
+
+    def merge(parts: list[bytes]) -> None:
+        codec.decode(memoryview(parts[0]), table, np.empty_like(array))
+
+    yield "byte planes, zstd 1 (store)", planes, merge
+    try:
+        import blosc2
+    except ImportError:
+        print("  blosc2 is not installed: row left out")
+        return
+    params = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.SHUFFLE], "nthreads": 1}
+    press = partial(blosc2.compress2, typesize=array.itemsize, **params)
+    yield "blosc2 shuffle, zstd 1", partial(_each, press, cut), partial(_each, partial(blosc2.decompress2, nthreads=1))
+
+
+def _each(function: Callable[[bytes], bytes], parts: list[bytes]) -> list[bytes]:
+    return [function(part) for part in parts]
 
 
 SMALL = StateLayout(
@@ -297,7 +301,7 @@ def forks(folder: Path, config: StoreConfig) -> None:
         added = sum(info.allocated for _, info in files(store)) - before
         print(
             f"fork at {tokens:7} tokens, {count:3} times: median {sorted(seconds)[count // 2] * 1000:.1f} ms, "
-            f"max {max(seconds) * 1000:.1f} ms, {added / count / 1024:.1f} KiB allocated each, {added / MIB:.2f} MiB in all"
+            f"max {max(seconds) * 1000:.1f} ms, {added / count / 1024:.1f} KiB allocated each, {added / MIB:.2f} MiB"
         )
 
 

@@ -119,7 +119,7 @@ class Blobs:
             return f"has {found.size} bytes where {blob.size} were written"
         return ""
 
-    def get(self, key: str, size: int | None = None) -> bytearray:
+    def get(self, key: str, size: int | None = None) -> bytes:
         """Bytes of an object, hashed. Raises Damaged naming the file when they are not the ones written."""
         path = path_of(key)
         with os_errors("reading the session store"):

@@ -34,7 +34,11 @@ class BadFrames(ValueError):  # noqa: N818
 def _compressor(level: int) -> zstandard.ZstdCompressor:
     cache: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
     if level not in cache:
-        cache[level] = zstandard.ZstdCompressor(level=level, write_content_size=True)
+        # Level 1 here means zstd's fastest entropy coding without its search for matches: exponent planes have none but
+        # by chance, and short chance matches cost time on both ways and make the result larger (README, Measured).
+        own = {"min_match": 7, "hash_log": 8, "window_log": 19} if level == 1 else {}
+        params = zstandard.ZstdCompressionParameters.from_level(level, write_content_size=True, **own)
+        cache[level] = zstandard.ZstdCompressor(compression_params=params)
     return cache[level]
 
 

@@ -24,9 +24,11 @@ class ThinningPolicy:
 class StoreConfig:
     """quota_bytes: allocated bytes everything under the root may take; None: only the free-space floor limits.
     free_floor_bytes, free_floor_share: leave at least min(bytes, share of the disk) free.
-    zstd_level: level for planes that shrink. threads: workers for one commit or restore, 0: one per core (at most 16).
+    zstd_level: level for planes that shrink; 1 is tuned for them (codec.py).
+    threads: workers for one commit or restore, 0: one per core (at most 16).
     staging_bytes: raw state bytes on their way to or from the disk at any time; the memory a commit needs beyond its
-    source is under twice this. lock_wait_seconds: how long an operation waits for one that has the whole store.
+    source is under twice this.
+    lock_wait_seconds: how long an operation waits for one that has the whole store.
     force_network_fs: use a network file system all the same.
     """
 

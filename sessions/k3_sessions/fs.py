@@ -80,7 +80,7 @@ class FileSystem(Protocol):
         """Make creations, renames and removals in this directory durable."""
         ...
 
-    def read(self, path: str, start: int = 0, size: int | None = None) -> bytearray:
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
         """Content from `start`, `size` bytes or all; shorter only where the file ends."""
         ...
 
@@ -107,6 +107,10 @@ class FileSystem(Protocol):
 
         `note` is written into the file by an exclusive holder, for others to read. The lock ends with the process.
         """
+        ...
+
+    def note(self, lock: Any, note: bytes) -> None:
+        """Replace the note of a lock held alone."""
         ...
 
     def unlock(self, lock: Any) -> None: ...
@@ -204,7 +208,7 @@ class RealFS:
         with self._directory(path) as directory:
             os.fsync(directory)
 
-    def read(self, path: str, start: int = 0, size: int | None = None) -> bytearray:
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
         with self._parent(path) as (folder, name):
             handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
         try:
@@ -212,15 +216,10 @@ class RealFS:
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
             wanted = max(0, found.st_size - start) if size is None else size
-            data = bytearray(wanted)
-            view, done = memoryview(data), 0
-            while done < wanted:
-                got = os.preadv(handle, [view[done:]], start + done)
-                if got == 0:
-                    break
-                done += got
-            view.release()
-            del data[done:]
+            # One piece in all but odd cases: large reads may come back short.
+            data = os.pread(handle, wanted, start)
+            while len(data) < wanted and (more := os.pread(handle, wanted - len(data), start + len(data))):
+                data += more
             return data
         finally:
             os.close(handle)
@@ -284,8 +283,7 @@ class RealFS:
                 os.close(handle)
                 continue
             if note and not shared:
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, note, 0)
+                self.note(handle, note)
             return handle
 
     def _open_lock(self, path: str, *, readable_only: bool) -> int:
@@ -298,6 +296,10 @@ class RealFS:
                 if not readable_only or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                     raise
                 return os.open(name, flags | os.O_RDONLY, dir_fd=folder)
+
+    def note(self, lock: int, note: bytes) -> None:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, note, 0)
 
     def unlock(self, lock: int) -> None:
         os.close(lock)

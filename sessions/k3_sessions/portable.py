@@ -14,9 +14,11 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from k3_sessions import room, upkeep
 from k3_sessions.blobs import TEMP_PREFIX, Batch, is_id
@@ -60,36 +62,41 @@ def export(store: Store, name: str, file: str | os.PathLike[str]) -> ExportRepor
         out = RealFS(target.parent, create=False)
         if out.info(target.name) is not None:
             raise BadName(f"file {file} exists", "a new file name", "choose another, or remove it")
-        temp = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
-        handle = out.create(temp)
-    total = 0
+    temp = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
+    try:
+        size, count = _write_all(store, name, out, temp, str(file))
+        with os_errors(f"writing {file}"):
+            out.replace(temp, target.name)
+            out.sync_dir("")
+    except BaseException:
+        with suppress(OSError):
+            out.remove(temp)
+        raise
+    return ExportReport(check_name(name), str(target), size, count)
+
+
+def _write_all(store: Store, name: str, out: RealFS, temp: str, file: str) -> tuple[int, int]:
+    """Write and sync the whole content; returns its bytes and the number of objects."""
     digest = hashlib.sha256()
+    total = 0
+    with os_errors(f"writing {file}"):
+        handle = out.create(temp)
     try:
         with store.using():
             ref = store.catalog.ref(name)
             need = store.catalog.need(ref).all()
-            with os_errors(f"writing {file}"):
-                for part in _head(ref, need):
-                    total += _write(out, handle, digest, part)
-            for key in sorted(need):
-                data = store.blobs.get(key, need[key])
+            parts = chain(_head(ref, need), (store.blobs.get(key, need[key]) for key in sorted(need)))
+            for part in parts:
+                digest.update(part)
+                total += len(part)
                 with os_errors(f"writing {file}"):
-                    total += _write(out, handle, digest, data)
+                    out.write(handle, part)
         with os_errors(f"writing {file}"):
             out.write(handle, digest.digest())
             out.sync(handle)
-            out.close(handle)
-            handle = None  # type: ignore[assignment]
-            out.replace(temp, target.name)
-            out.sync_dir("")
-    except BaseException:
-        with os_errors(f"removing the unfinished {file}"):
-            if handle is not None:
-                out.close(handle)
-            if out.info(temp) is not None:
-                out.remove(temp)
-        raise
-    return ExportReport(ref.name, str(target), total + 32, len(need))
+    finally:
+        out.close(handle)
+    return total + digest.digest_size, len(need)
 
 
 def _head(ref: Ref, need: dict[str, int]) -> tuple[bytes, bytes]:
@@ -98,12 +105,6 @@ def _head(ref: Ref, need: dict[str, int]) -> tuple[bytes, bytes]:
     objects = [[key, need[key]] for key in sorted(need)]
     line = seal({"k3": "export", "ref": still.pack().decode(), "objects": objects})
     return MAGIC + len(line).to_bytes(8, "little"), line
-
-
-def _write(out: RealFS, handle: int, digest: Any, data: bytes | bytearray) -> int:
-    digest.update(data)
-    out.write(handle, data)
-    return len(data)
 
 
 def import_(store: Store, file: str | os.PathLike[str], name: str | None) -> ImportReport:
@@ -148,7 +149,7 @@ def import_(store: Store, file: str | os.PathLike[str], name: str | None) -> Imp
     return ImportReport(new, info.size, batch.written, len(objects))
 
 
-def _read_head(line: bytearray, file: str) -> tuple[Ref, list[tuple[str, int]]]:
+def _read_head(line: bytes, file: str) -> tuple[Ref, list[tuple[str, int]]]:
     body = unseal(line, "export", file)
     try:
         ref = read_ref(str(body["ref"]).encode(), file)
@@ -165,7 +166,7 @@ def _copy(
     store: Store,
     folder: RealFS,
     name: str,
-    head: tuple[bytearray, bytearray],
+    head: tuple[bytes, bytes],
     objects: list[tuple[str, int]],
     batch: Batch,
     written: list[str],
@@ -179,7 +180,7 @@ def _copy(
         digest.update(data)
         if hashlib.sha256(data).hexdigest() != key:
             raise Damaged(f"{name}: object {key[:12]} does not match its hash", do="copy the file again", object=name)
-        _, new = store.blobs.put([bytes(data)], batch)
+        _, new = store.blobs.put([data], batch)
         if new:
             written.append(key)
         at += length

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from k3_sessions.store import Store
 
 
+RECENT = 32
+"""Sessions, newest first, whose tokens are compared to see how far a prompt is known beyond any checkpoint."""
+
+
 def find(store: Store, identity: Identity, layout: StateLayout, ids: Array) -> RestorePlan | None:
     """See Store.find_prefix. Sessions that cannot be read are passed over."""
     if ids.size and (ids.min() < 0 or ids.max() >= 2**32):
@@ -51,9 +55,10 @@ def _usable(store: Store, ref: Ref, identity: Identity, layout: StateLayout) -> 
 
 
 def _matched_blocks(store: Store, refs: list[Ref], ids: Array) -> int:
-    """How many whole hash blocks of `ids` some session evaluated, with a checkpoint there or not."""
+    """How many whole hash blocks of `ids` some recent session evaluated, with a checkpoint there or not."""
     best = 0
-    for ref in refs:
+    # Looking further back would read every turn of every session for what only decides where to keep a checkpoint.
+    for ref in sorted(refs, key=lambda ref: ref.updated, reverse=True)[:RECENT]:
         try:
             path = store.catalog.path(ref.head)
         except (Damaged, FormatUnsupported):

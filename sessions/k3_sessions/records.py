@@ -127,7 +127,7 @@ def _sealed(plain: Mapping[str, Any]) -> bytes:
     return orjson.dumps({**plain, "sha256": digest}, option=orjson.OPT_SORT_KEYS) + b"\n"
 
 
-def unseal(data: bytes | bytearray, kind: str, where: str) -> dict[str, Any]:
+def unseal(data: bytes, kind: str, where: str) -> dict[str, Any]:
     """Checked content of a sealed line. Raises Damaged or FormatUnsupported."""
 
     def damaged(what: str) -> Damaged:
@@ -150,7 +150,7 @@ def unseal(data: bytes | bytearray, kind: str, where: str) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key not in ("k3", "version")}
 
 
-def read_ref(data: bytes | bytearray, where: str) -> Ref:
+def read_ref(data: bytes, where: str) -> Ref:
     body = unseal(data, "ref", where)
     known = {f.name for f in dataclasses.fields(Ref)} - {"unknown"}
     try:

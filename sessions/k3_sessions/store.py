@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,7 @@ class Store:
         self.workers = config.threads or min(16, os.cpu_count() or 1)
         self.postponed: list[TurnRecord] = []  # thinned, but another process was using the store
         self.swept = False  # whether leftovers of crashed processes were collected
+        self.crashed = False  # whether a process was seen to have died while it wrote a session
         self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -133,12 +134,17 @@ class Store:
             yield
 
     def lock_session(self, name: str) -> Any:
-        """The writer's lock of a session. Raises SessionLocked, naming who holds it, within a second."""
+        """The writer's lock of a session. Raises SessionLocked, naming who holds it, within a second.
+
+        A writer empties its note when it ends well: a note without a holder tells of one that died.
+        """
         path = f"locks/{file_id(name)}"
         note = orjson.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now(), "session": name})
         with os_errors(f"locking session {name}"):
+            earlier = self.fs.info(path)
             lock = self.fs.lock(path, shared=False, wait=0.2, note=note)
             if lock is not None:
+                self.crashed = self.crashed or (earlier is not None and earlier.size > 0)
                 return lock
             holder: dict[str, Any] = {}
             # Nothing readable there: the holder has only just taken the lock, or just let go.
@@ -153,14 +159,28 @@ class Store:
             host=host,
         )
 
+    def unlock_session(self, lock: Any, *, clean: bool) -> None:
+        """Give a session back. clean: nothing unfinished stays behind on disk."""
+        try:
+            if clean:
+                with suppress(OSError):  # the note only saves the next writer a look round
+                    self.fs.note(lock, b"")
+        finally:
+            self.fs.unlock(lock)
+
     @contextmanager
     def owning(self, *names: str) -> Iterator[None]:
         """The writer's locks of sessions that nobody else may write meanwhile."""
-        with ExitStack() as stack:
+        locks: list[Any] = []
+        clean = False
+        try:
             for name in sorted(set(names)):
-                lock = self.lock_session(name)
-                stack.callback(self.fs.unlock, lock)
+                locks.append(self.lock_session(name))
             yield
+            clean = True
+        finally:
+            for lock in locks:
+                self.unlock_session(lock, clean=clean)
 
     def pool(self) -> ThreadPoolExecutor:
         """Workers for encoding, hashing and disk; a few more than cores, since some wait for the disk."""
@@ -277,7 +297,7 @@ class Store:
             upkeep.sweep_leftovers(self)
             return SessionWriter(self, name, lock, ref, identity, layout, dict(fixed or {}), dict(meta or {}))
         except BaseException:
-            self.fs.unlock(lock)
+            self.unlock_session(lock, clean=True)
             raise
 
     def plan(self, turn_id: str, identity: Identity, layout: StateLayout, *, upto: int | None = None) -> RestorePlan:

@@ -147,54 +147,60 @@ def drop_checkpoints(store: Store, turns: Sequence[TurnRecord]) -> tuple[tuple[s
 
 
 def sweep_leftovers(store: Store) -> int:
-    """Collect unfinished files of crashed processes, once per open store, if no other process is writing now."""
-    if store.swept:
+    """Collect what crashed processes left, if there are signs of one and no other process is writing now.
+
+    Signs are unfinished files, looked for once per open store, and a writer that died.
+    """
+    if store.swept and not store.crashed:
         return 0
     try:
         with store.alone(wait=0.0):
-            leftovers = [path for path, _ in files(store) if path.rpartition("/")[2].startswith(TEMP_PREFIX)]
-            for path in leftovers:
-                store.fs.remove(path)
+            unfinished = any(path.rpartition("/")[2].startswith(TEMP_PREFIX) for path, _ in files(store))
+            removed = len(_collect(store, dry_run=False).removed) if unfinished or store.crashed else 0
     except (StoreError, OSError):
         # Nothing depends on it: the next writer tries again, and `gc` tells.
         return 0
-    store.swept = True
-    return len(leftovers)
+    store.swept, store.crashed = True, False
+    return removed
 
 
 def gc(store: Store, *, dry_run: bool) -> GcReport:
     """See Store.gc."""
     with store.alone():
-        blocked = ""
-        refs, broken = store.catalog.refs()
-        wanted: dict[str, int] = {}
-        if broken:
-            blocked = f"{len(broken)} session(s) cannot be read: {broken[0].error}"
-        else:
-            try:
-                wanted = needed(store, refs)
-            except StoreError as error:
-                blocked = str(error)
-        live = {file_id(ref.name) for ref in refs}
-        removed: list[str] = []
-        size = leftovers = 0
-        with os_errors("collecting in the session store"):
-            for path, info in list(files(store)):
-                folder, _, name = path.rpartition("/")
-                key = object_id(path)
-                temp = name.startswith(TEMP_PREFIX)
-                unneeded = bool(key) and key not in wanted and not blocked
-                stale = folder == "locks" and len(name) == 32 and name not in live and not broken
-                if not (temp or unneeded or (stale and _unheld(store, path, remove=not dry_run))):
-                    continue
-                if not dry_run and not stale:
-                    store.fs.remove(path)
-                removed.append(path)
-                size += info.allocated
-                leftovers += temp
-        if not dry_run:
-            store.catalog.forget(object_id(path) for path in removed)
-        return GcReport(tuple(sorted(removed)), size, leftovers, dry_run, blocked)
+        return _collect(store, dry_run=dry_run)
+
+
+def _collect(store: Store, *, dry_run: bool) -> GcReport:
+    blocked = ""
+    refs, broken = store.catalog.refs()
+    wanted: dict[str, int] = {}
+    if broken:
+        blocked = f"{len(broken)} session(s) cannot be read: {broken[0].error}"
+    else:
+        try:
+            wanted = needed(store, refs)
+        except StoreError as error:
+            blocked = str(error)
+    live = {file_id(ref.name) for ref in refs}
+    removed: list[str] = []
+    size = leftovers = 0
+    with os_errors("collecting in the session store"):
+        for path, info in list(files(store)):
+            folder, _, name = path.rpartition("/")
+            key = object_id(path)
+            temp = name.startswith(TEMP_PREFIX)
+            unneeded = bool(key) and key not in wanted and not blocked
+            stale = folder == "locks" and len(name) == 32 and name not in live and not broken
+            if not (temp or unneeded or (stale and _unheld(store, path, remove=not dry_run))):
+                continue
+            if not dry_run and not stale:
+                store.fs.remove(path)
+            removed.append(path)
+            size += info.allocated
+            leftovers += temp
+    if not dry_run:
+        store.catalog.forget(object_id(path) for path in removed)
+    return GcReport(tuple(sorted(removed)), size, leftovers, dry_run, blocked)
 
 
 def _unheld(store: Store, path: str, *, remove: bool) -> bool:

@@ -104,7 +104,6 @@ class SessionWriter:
         self._waiting: list[_Waiting] = []
         self._attempt: tuple[TurnRecord, ...] = ()
         self._exact = 0  # page rows before this position are known to be the ones on disk
-        self._created = ref is not None
         self._root = Root(identity, layout, fixed)
         self._path: list[TurnRecord] = []
         if ref is not None:
@@ -118,7 +117,7 @@ class SessionWriter:
     def close(self) -> None:
         """Release the session. Turns that could not be stored are lost with the process that holds them."""
         if self._lock is not None:
-            self._store.fs.unlock(self._lock)
+            self._store.unlock_session(self._lock, clean=not self._waiting)
             self._lock = None
 
     def __enter__(self) -> SessionWriter:
@@ -272,7 +271,6 @@ class SessionWriter:
         del self._waiting[: len(records)]
         self._exact = records[-1].position
         self._attempt = ()
-        self._created = True
 
     def _row_bytes(self) -> int:
         return sum(len(f.layers) * row_bytes(f) for f in fields_of(self._layout, "page"))

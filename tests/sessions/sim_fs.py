@@ -172,14 +172,14 @@ class SimFS:
             folder.durable = dict(folder.entries)
             folder.changes = []
 
-    def read(self, path: str, start: int = 0, size: int | None = None) -> bytearray:
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
         with self._mutex:
             self._alive()
             folder, name = self._split(path)
             if not isinstance(folder.entries.get(name), File):
                 raise FileNotFoundError(errno.ENOENT, "nothing there", path)
             data = folder.entries[name].data
-            return bytearray(data[start:] if size is None else data[start : start + size])
+            return bytes(data[start:] if size is None else data[start : start + size])
 
     def names(self, path: str) -> list[str]:
         with self._mutex:
@@ -226,6 +226,13 @@ class SimFS:
             if note and not shared:
                 folder.entries[name].data[:] = note
             return path, lock
+
+    def note(self, lock: Any, note: bytes) -> None:
+        with self._mutex:
+            self._alive()
+            folder, name = self._split(lock[0])
+            if name in folder.entries:
+                folder.entries[name].data[:] = note
 
     def unlock(self, lock: Any) -> None:
         path, token = lock

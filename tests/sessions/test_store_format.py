@@ -7,11 +7,11 @@ import struct
 import subprocess
 import sys
 
-import pytest
-
 import k3_sessions
+import pytest
 from k3_sessions import HASH_BLOCK, Store, codec, objects, portable, records, state_objects
 from k3_sessions.blobs import TEMP_PREFIX
+
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft
 
 GOLDEN_HEAD = "d84fca109f5b1a4e324aebc2a819db90aeb34e9c19be31003b785335b80f14d3"
@@ -19,7 +19,7 @@ GOLDEN_FORMAT = (
     b'{"hash":"sha256","k3":"store","sha256":"01a6a39d2545dcd4bf7b179a3d11827fbef015d6f16c945a503e20bb599aa70c",'
     b'"version":"1.0"}\n'
 )
-TOKENS = [*range(3)] + [*range(21, 541)]
+TOKENS = [*range(3), *range(21, 541)]
 
 
 def test_a_session_stored_by_release_1_0_still_comes_back(tmp_path, repo_root):

@@ -161,7 +161,7 @@ def test_every_bit_of_a_small_turn_object_and_ref(copy):
     _store, root, tokens, turns = copy
     for path in (root / path_of(turns[1].id), next((root / "refs").iterdir())):
         data = path.read_bytes()
-        for at in range(0, len(data) * 8, 7):
+        for at in range(0, len(data) * 8, 13):
             bad = bytearray(data)
             bad[at // 8] ^= 1 << (at % 8)
             path.write_bytes(bad)

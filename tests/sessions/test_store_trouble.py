@@ -219,6 +219,9 @@ def test_kill_at_any_moment_of_real_commits(tmp_path, repo_root):
         rest, _ = process.communicate()
         acknowledged.update(line for line in rest.splitlines() if len(line) == 64)
         again = Store.open(tmp_path / "s", config=CONFIG)
+        # Whoever writes next collects what the dead writer left.
+        again.writer("a", create=False, identity=IDENTITY, layout=LAYOUT).close()
+        assert again.gc(dry_run=True).removed == ()
         log = again.log("a")
         assert acknowledged <= {t.id for t in log} | {""}
         plan = again.plan(log[-1].id, IDENTITY, LAYOUT)
