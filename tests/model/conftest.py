@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from k3cli.model.random_weights import write_random_checkpoint
 from k3cli.model.weights import LoadedModel, load_model
 

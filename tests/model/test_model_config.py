@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from k3cli.errors import ModelError
 from k3cli.model.checkpoint import expected_tensors
 from k3cli.model.config import ModelConfig
@@ -148,7 +149,7 @@ def test_groups_must_hold_enough_experts(linear_config: dict):
 
 
 def test_files_that_are_no_config(tmp_path: Path):
-    with pytest.raises(ModelError, match="no config.json"):
+    with pytest.raises(ModelError, match=r"no config\.json"):
         ModelConfig.from_dir(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from k3cli.model.debug import chunk_sizes, compute_logits
 from k3cli.model.state import State
 from k3cli.model.weights import LoadedModel, load_model

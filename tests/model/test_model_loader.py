@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -13,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from k3cli.errors import FitError, ModelError, UsageError
 from k3cli.model import placement, weights
 from k3cli.model.checkpoint import INDEX
 from k3cli.model.digest import DigestCache
 from k3cli.model.weights import LoadProgress, load_model
-from safetensors.torch import load_file, save_file
 
 EMBED = "language_model.model.embed_tokens.weight"
 A_LOG = "language_model.model.layers.0.self_attn.A_log"
@@ -226,7 +228,7 @@ def test_everything_is_read_once_and_reported(folder: Path, monkeypatch: pytest.
             headers[name] = 8 + struct.unpack("<Q", stream.read(8))[0]
     assert Counting.read_bytes == {name: size - headers[name] for name, size in sizes.items()}
     assert loaded.bytes_read == sum(sizes.values()) == seen[-1].bytes_done == seen[-1].bytes_total
-    assert all(a.bytes_done <= b.bytes_done for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a.bytes_done <= b.bytes_done for a, b in itertools.pairwise(seen))
     assert seen[-1].rate > 0
 
 

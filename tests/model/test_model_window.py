@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from k3cli.model.network import K3Model
 from k3cli.model.state import State
 from k3cli.model.weights import load_model
@@ -64,7 +65,7 @@ def test_every_length_and_every_accepted_count(model: K3Model):
 
 
 def test_chained_random_windows(model: K3Model):
-    """Hundreds of tokens in random windows with random accepted counts, rejected drafts thrown in; pages are crossed."""
+    """Random windows with random accepted counts, rejected drafts thrown in, across a page boundary."""
     dice = random.Random(3)
     start, total = 470, 90
     truth = ids_of(model, start + total, 4)
