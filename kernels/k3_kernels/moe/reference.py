@@ -113,6 +113,8 @@ def experts_grouped(z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, a
     fp32, in the order of ids. Returns [T, L] in z's dtype.
     """
     T, k = ids.shape
+    if T == 0:
+        return torch.empty_like(z)
     flat, order = torch.sort(ids.flatten(), stable=True)
     used, counts = torch.unique_consecutive(flat, return_counts=True)
     inputs = z.index_select(0, order // k)
