@@ -91,14 +91,12 @@ def timed(what: str, raw: int, stored: Callable[[], int] | None = None) -> Itera
     began, used = time.perf_counter(), time.process_time()
     yield out
     out.append(time.perf_counter() - began)
-    time.process_time() - used
+    cpu = time.process_time() - used
     stop.set()
     watcher.join()
     size = stored() if stored else raw
-    line = (
-        f"{what:34} {out[0]:7.2f} s  {raw / MIB / out[0]:8.0f} MiB/s of state  {size / MIB / out[0]:8.0f} MiB/s of disk"
-    )
-    print(f"{line}  +{(peak - base) / MIB:6.0f} MiB memory", flush=True)
+    rates = f"{raw / MIB / out[0]:7.0f} MiB/s of state {size / MIB / out[0]:7.0f} MiB/s of disk"
+    print(f"{what:30} {out[0]:6.2f} s {rates} {cpu:6.2f} s CPU  +{(peak - base) / MIB:5.0f} MiB", flush=True)
 
 
 def resident() -> int:

@@ -11,7 +11,6 @@ import numpy as np
 
 from k3_sessions.blobs import TEMP_PREFIX, Blobs, path_of
 from k3_sessions.errors import BadName, Damaged, SessionMissing, StoreError, os_errors
-from k3_sessions.objects import Blob
 from k3_sessions.records import REPAIR, Page, Ref, Root, TurnRecord, read_ref, read_root, read_turn
 from k3_sessions.types import Array, Session, Turn
 
@@ -160,11 +159,6 @@ class Catalog:
             for entry in ref.keep:
                 kept.setdefault(entry.turn, []).append(ref.name)
         return kept
-
-    def boundary_blobs(self, key: str) -> tuple[list[Page], tuple[Blob, ...]]:
-        """Pages and checkpoint objects of the joint boundary at turn `key`."""
-        path = self.path(key)
-        return self.pages(path), path[-1].checkpoint
 
     def need(self, ref: Ref) -> Need:
         """What `ref` needs to stay whole. Raises Damaged if that cannot be told."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import orjson
 
 from k3_sessions import checking, portable, prefix, restoring, room, upkeep
 from k3_sessions.blobs import TEMP_PREFIX, Blobs, write_file
@@ -24,14 +21,13 @@ from k3_sessions.errors import (
     FormatUnsupported,
     NetworkFilesystem,
     SessionExists,
-    SessionLocked,
     SessionMissing,
-    StoreBusy,
     StoreError,
     os_errors,
 )
 from k3_sessions.fs import NETWORK_TYPES, FileSystem, RealFS
 from k3_sessions.identity import check_layout, layout_digest
+from k3_sessions.locks import Locks
 from k3_sessions.records import Kept, Ref, TurnRecord, seal, unseal
 from k3_sessions.types import Array, Identity, RestoredState, RestorePlan, Session, StateLayout, Turn
 from k3_sessions.writer import SessionWriter
@@ -41,18 +37,16 @@ MIN_ID = 6
 """Fewest digits of a turn id that select a turn."""
 
 
-class Store:
+class Store(Locks):
     """One store under one root. Methods may be called from several threads; a SessionWriter from one at a time."""
 
     def __init__(self, fs: FileSystem, config: StoreConfig) -> None:
-        self.fs = fs
-        self.config = config
+        super().__init__(fs, config)
         self.blobs = Blobs(fs)
         self.catalog = Catalog(self.blobs)
         self.workers = config.threads or min(16, os.cpu_count() or 1)
         self.postponed: list[TurnRecord] = []  # thinned, but another process was using the store
         self.swept = False  # whether leftovers of crashed processes were collected
-        self.crashed = False  # whether a process was seen to have died while it wrote a session
         self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -100,87 +94,6 @@ class Store:
                 fs.unlock(held)
         write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
         fs.sync_dir("")
-
-    # Locks. Order: session, then store, then refs; each is held for one operation at most, but for a writer's session.
-
-    @contextmanager
-    def _lock(self, path: str, *, shared: bool, wait: float, what: str) -> Iterator[None]:
-        with os_errors("locking the session store"):
-            lock = self.fs.lock(path, shared=shared, wait=wait)
-        if lock is None:
-            raise StoreBusy(f"{what} for more than {wait:g} s", do="try again")
-        try:
-            yield
-        finally:
-            self.fs.unlock(lock)
-
-    @contextmanager
-    def using(self) -> Iterator[None]:
-        """Nothing is removed from the objects directory while this is held."""
-        with self._lock("locks/store", shared=True, wait=self.config.lock_wait_seconds, what="the store was locked"):
-            yield
-
-    @contextmanager
-    def alone(self, wait: float | None = None) -> Iterator[None]:
-        """No commit or restore is under way while this is held: needed to remove objects."""
-        wait = self.config.lock_wait_seconds if wait is None else wait
-        with self._lock("locks/store", shared=False, wait=wait, what="other processes used the store"):
-            yield
-
-    @contextmanager
-    def changing_refs(self) -> Iterator[None]:
-        """One process at a time reads a ref, changes it and writes it back."""
-        with self._lock("locks/refs", shared=False, wait=self.config.lock_wait_seconds, what="refs were locked"):
-            yield
-
-    def lock_session(self, name: str) -> Any:
-        """The writer's lock of a session. Raises SessionLocked, naming who holds it, within a second.
-
-        A writer empties its note when it ends well: a note without a holder tells of one that died.
-        """
-        path = f"locks/{file_id(name)}"
-        note = orjson.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now(), "session": name})
-        with os_errors(f"locking session {name}"):
-            earlier = self.fs.info(path)
-            lock = self.fs.lock(path, shared=False, wait=0.2, note=note)
-            if lock is not None:
-                self.crashed = self.crashed or (earlier is not None and earlier.size > 0)
-                return lock
-            holder: dict[str, Any] = {}
-            # Nothing readable there: the holder has only just taken the lock, or just let go.
-            with suppress(orjson.JSONDecodeError, FileNotFoundError):
-                holder = orjson.loads(self.fs.read(path))
-        pid, host = holder.get("pid"), holder.get("host")
-        who = f"process {pid} on {host} since {holder.get('since')}" if pid else "another process"
-        raise SessionLocked(
-            f"session {name} is being written by {who}",
-            f"wait for it, or work on a fork: `k3 fork {name}`",
-            pid=pid,
-            host=host,
-        )
-
-    def unlock_session(self, lock: Any, *, clean: bool) -> None:
-        """Give a session back. clean: nothing unfinished stays behind on disk."""
-        try:
-            if clean:
-                with suppress(OSError):  # the note only saves the next writer a look round
-                    self.fs.note(lock, b"")
-        finally:
-            self.fs.unlock(lock)
-
-    @contextmanager
-    def owning(self, *names: str) -> Iterator[None]:
-        """The writer's locks of sessions that nobody else may write meanwhile."""
-        locks: list[Any] = []
-        clean = False
-        try:
-            for name in sorted(set(names)):
-                locks.append(self.lock_session(name))
-            yield
-            clean = True
-        finally:
-            for lock in locks:
-                self.unlock_session(lock, clean=clean)
 
     def pool(self) -> ThreadPoolExecutor:
         """Workers for encoding, hashing and disk; a few more than cores, since some wait for the disk."""

@@ -9,11 +9,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -24,10 +22,11 @@ import numpy as np
 from k3_sessions import room, upkeep
 from k3_sessions.blobs import Batch
 from k3_sessions.common import check_json, new_tree, now
-from k3_sessions.errors import BadDraft, SessionChanged, SessionMissing, StoreError
+from k3_sessions.errors import BadDraft, SessionChanged, SessionMissing
 from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
 from k3_sessions.objects import Blob
 from k3_sessions.records import Kept, Page, Ref, Root, TurnRecord
+from k3_sessions.staging import Jobs
 from k3_sessions.state_objects import (
     check_array,
     check_checkpoint,
@@ -41,8 +40,6 @@ from k3_sessions.thinning import choose
 from k3_sessions.types import HASH_BLOCK, Array, CommitReport, Identity, StateLayout, StateSource, Turn, TurnDraft
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from k3_sessions.store import Store
 
 TURN_OVERHEAD = 64 * 1024
@@ -56,25 +53,6 @@ class _Waiting:
     draft: TurnDraft
     tokens: Array
     created: str
-
-
-class _Staging:
-    """Bounds the raw bytes on their way to the disk; one piece may pass even if it alone is over the bound."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._used = 0
-        self._changed = threading.Condition()
-
-    def take(self, size: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
-            self._used += size
-
-    def give(self, size: int) -> None:
-        with self._changed:
-            self._used -= size
-            self._changed.notify_all()
 
 
 class SessionWriter:
@@ -310,7 +288,7 @@ class SessionWriter:
     ) -> tuple[list[Page], int, tuple[Blob, ...], int]:
         """Write what is not on disk: pages of the whole history in order, and the checkpoint's groups."""
         store, level = self._store, self._store.config.zstd_level
-        jobs = _Jobs(store)
+        jobs = Jobs(store)
         fields = fields_of(self._layout, "page")
         spans = _spans(inherited, position)
         known = {(page.start, page.stop): page for page in inherited}
@@ -424,53 +402,6 @@ class SessionWriter:
         staying = {entry.turn for entry in (*apart, *keep)}
         gone = {entry.turn for entry in ref.keep} - staying
         return [turn for turn in path if turn.id in gone]
-
-
-class _Jobs:
-    """Encoding, hashing and writing on the store's workers, within the staging bound. The first failure wins."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.staging = _Staging(store.config.staging_bytes)
-        self._futures: list[Future[tuple[Blob, int]]] = []
-        self._stop = threading.Event()
-
-    def put(
-        self, size: int, make: Callable[[], list[bytes]], batch: Batch, taken: bool = False
-    ) -> Future[tuple[Blob, int]]:
-        """Store the object `make` builds. `size`: raw bytes it stands for; `taken`: already counted as staged."""
-        if not taken:
-            self.staging.take(size)
-
-        def work() -> tuple[Blob, int]:
-            try:
-                if self._stop.is_set():
-                    raise StoreError("stopped after another part of the same turn failed")
-                return self._store.blobs.put(make(), batch)
-            except BaseException:
-                self._stop.set()
-                raise
-            finally:
-                self.staging.give(size)
-
-        future = self._store.pool().submit(work)
-        self._futures.append(future)
-        return future
-
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Wait for all jobs at the end, whatever happened, and raise the first failure."""
-        try:
-            yield
-        except BaseException:
-            self._stop.set()
-            for future in self._futures:
-                future.exception()
-            raise
-        failures = [error for future in self._futures if (error := future.exception()) is not None]
-        real = [error for error in failures if type(error) is not StoreError]
-        if failures:
-            raise (real or failures)[0]
 
 
 def _spans(pages: Sequence[Page], position: int) -> list[tuple[int, int]]:

@@ -1,0 +1,82 @@
+"""State on its way to the disk: encoded, hashed and written by the store's workers, within a bound on memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from k3_sessions.blobs import Batch
+from k3_sessions.errors import StoreError
+from k3_sessions.objects import Blob
+
+if TYPE_CHECKING:
+    from k3_sessions.store import Store
+
+
+class Staging:
+    """Bounds the raw bytes on their way to the disk; one piece may pass even if it alone is over the bound."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def take(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
+            self._used += size
+
+    def give(self, size: int) -> None:
+        with self._changed:
+            self._used -= size
+            self._changed.notify_all()
+
+
+class Jobs:
+    """Encoding, hashing and writing on the store's workers, within the staging bound. The first failure wins."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.staging = Staging(store.config.staging_bytes)
+        self._futures: list[Future[tuple[Blob, int]]] = []
+        self._stop = threading.Event()
+
+    def put(
+        self, size: int, make: Callable[[], list[bytes]], batch: Batch, taken: bool = False
+    ) -> Future[tuple[Blob, int]]:
+        """Store the object `make` builds. `size`: raw bytes it stands for; `taken`: already counted as staged."""
+        if not taken:
+            self.staging.take(size)
+
+        def work() -> tuple[Blob, int]:
+            try:
+                if self._stop.is_set():
+                    raise StoreError("stopped after another part of the same turn failed")
+                return self._store.blobs.put(make(), batch)
+            except BaseException:
+                self._stop.set()
+                raise
+            finally:
+                self.staging.give(size)
+
+        future = self._store.pool().submit(work)
+        self._futures.append(future)
+        return future
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Wait for all jobs at the end, whatever happened, and raise the first failure."""
+        try:
+            yield
+        except BaseException:
+            self._stop.set()
+            for future in self._futures:
+                future.exception()
+            raise
+        failures = [error for future in self._futures if (error := future.exception()) is not None]
+        real = [error for error in failures if type(error) is not StoreError]
+        if failures:
+            raise (real or failures)[0]
