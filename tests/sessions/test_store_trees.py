@@ -315,3 +315,23 @@ def test_default_config_is_the_documented_one():
     assert StoreConfig() == StoreConfig(
         None, 10 << 30, 0.05, 1, 0, 1 << 28, 30.0, False, ThinningPolicy(last=2, log_spaced=True, max_kept=12)
     )
+
+
+def test_thinning_one_session_leaves_the_checkpoints_another_one_keeps(store):
+    """Both a fork, which keeps the same turns, and a stranger, whose equal state is the same objects."""
+    tokens, turns = grow(store, "a", [20] * 4)
+    store.fork("a", "fork")
+    with store.writer("stranger", create=True, identity=IDENTITY, layout=LAYOUT) as writer:
+        same = [
+            writer.commit(draft(tokens[20 * n : 20 * n + 20], 20 * n + 19), Toy(tokens, 20 * n + 19)).turn
+            for n in range(4)
+        ]
+    theirs = [k.turn for name in ("fork", "stranger") for k in store.catalog.ref(name).keep]
+    grow(store, "a", [20] * 20, create=False, seed=4)
+    assert len({k.turn for k in store.catalog.ref("a").keep} & {t.id for t in turns}) < len(turns)
+    assert {t.id for t in (*turns, *same)} & set(theirs)
+    for turn in theirs:
+        plan = store.plan(turn, IDENTITY, LAYOUT)
+        assert plan.replay == ()
+        check(store.restore(plan, IDENTITY, LAYOUT), tokens)
+    assert store.verify().problems == ()
