@@ -6,6 +6,7 @@ Keys that are None here have their default in the component that owns them (samp
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
@@ -75,7 +76,7 @@ def _number(kind: type[int] | type[float], low: float, high: float, what: str) -
             raise _InvalidError(what)
         try:
             number = kind(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # OverflowError: int() of an infinity
             raise _InvalidError(what) from None
         if not low <= number <= high or (kind is int and isinstance(value, float) and value != number):
             raise _InvalidError(what)
@@ -86,16 +87,17 @@ def _number(kind: type[int] | type[float], low: float, high: float, what: str) -
 
 def parse_bytes(value: Any) -> int:
     """`"200 GB"`, `"1.5GiB"` or a count of bytes -> bytes. Raises ValueError saying what was expected."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
     match = (
         re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value, re.IGNORECASE) if isinstance(value, str) else None
     )
     unit = match[2].upper() if match else ""
     unit = unit if unit in _SIZES else unit + "B"
-    if match is None or unit not in _SIZES:
+    count = float(match[1]) * _SIZES[unit] if match and unit in _SIZES else math.inf
+    if not count < 2**63:
         raise _InvalidError("bytes, as 500000000, 200 GB or 1.5 GiB")
-    return int(float(match[1]) * _SIZES[unit])
+    return int(count)
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def load_settings(options: Mapping[str, Any] | None = None, env: Mapping[str, st
     Raises UsageError naming the key, where it came from, and what is valid there.
     """
     env = os.environ if env is None else env
-    home = Path(env.get("K3_HOME") or platformdirs.user_data_dir("k3cli", appauthor=False)).expanduser()
+    home = _home(env)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
 
@@ -197,17 +199,31 @@ def load_settings(options: Mapping[str, Any] | None = None, env: Mapping[str, st
     return Settings(home=home, **values, sources=sources)
 
 
+def _home(env: Mapping[str, str]) -> Path:
+    """The folder K3_HOME names, or the platform's own for data."""
+    wanted = env.get("K3_HOME") or platformdirs.user_data_dir("k3cli", appauthor=False)
+    try:
+        return Path(wanted).expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"no home folder for {wanted}", "a path, or a user this machine knows", "set K3_HOME"
+        ) from None
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     """The keys of config.toml; {} when there is no such file."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         return {}
+    except NotADirectoryError:
+        raise UsageError(f"{path.parent} is no folder", "a folder k3 may write", "set K3_HOME to one") from None
     except OSError as problem:
         raise UsageError(f"{path} cannot be read ({problem.strerror})", "a readable file or none") from None
     try:
         data = tomllib.loads(raw.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    # ValueError: not TOML, not UTF-8, or a number too long to convert; RecursionError: nested beyond any sense.
+    except (ValueError, RecursionError) as problem:
         raise UsageError(f"{path} is not TOML: {problem}", 'lines like device = "cpu"') from None
     for key in data:
         if key not in KEYS:

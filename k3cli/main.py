@@ -117,6 +117,9 @@ def main() -> int:
     except BrokenPipeError:
         silence(sys.stdout)
         return Exit.BROKEN_PIPE
+    except OSError as problem:  # the last flush: a full disk
+        silence(sys.stdout)
+        return _fail(K3Error(f"stdout: {problem.strerror}", "an output that takes the answer"), Exit.FAILED, False)
 
 
 def _run(command: Any, prog: str, args: list[str]) -> int:
@@ -148,10 +151,7 @@ def _run(command: Any, prog: str, args: list[str]) -> int:
 def _fail(problem: K3Error, code: Exit, json_mode: bool) -> int:
     """One line on stderr and, in JSON mode, the closing `error` event on stdout."""
     printer = Printer(json=json_mode)
-    try:
-        printer.notice(f"error: {problem}")
-    except BrokenPipeError:
-        silence(sys.stderr)
+    printer.notice(f"error: {problem}")
     printer.raw_event(Failed(problem.found, problem.expected, problem.do, int(code)).to_json())
     return code
 
@@ -159,7 +159,7 @@ def _fail(problem: K3Error, code: Exit, json_mode: bool) -> int:
 def _unexpected(problem: Exception) -> K3Error:
     """A bug of ours, or of the machine: one line, and the traceback where it can be found."""
     what = f"{type(problem).__name__}: {problem}"
-    if os.environ.get("K3_DEBUG"):
+    if os.environ.get("K3_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(problem)
         return K3Error(what)
     try:

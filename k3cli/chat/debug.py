@@ -30,7 +30,7 @@ def read_chat(path: str | Path) -> dict[str, object]:
         data = json.loads(Path(path).read_bytes())
     except OSError as problem:
         raise UsageError(f"--chat {path}: {problem.strerror}", "a readable file") from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise UsageError(f"--chat {path} is no JSON ({problem})", "a JSON object with messages") from None
     if not isinstance(data, dict):
         raise UsageError(f"--chat {path} holds a {type(data).__name__}", "a JSON object with messages")

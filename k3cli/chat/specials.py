@@ -150,7 +150,7 @@ def _reserved(token: int) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelError(f"{path} cannot be read as JSON ({problem})", "a JSON object") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Any
 
@@ -18,7 +19,7 @@ def usage_message(problem: Exception) -> UsageError | None:
     if not isinstance(problem, _PARSER_ERROR):
         return None
     parsed: Any = problem
-    found = parsed.format_message().rstrip(".").splitlines()[0]
+    found = " ".join(parsed.format_message().rstrip(".").split())
     context = getattr(parsed, "ctx", None)
     if context is None:
         return UsageError(found)
@@ -63,4 +64,6 @@ def as_k3_error(problem: Exception) -> K3Error | None:
         )
     if isinstance(problem, OSError) and problem.filename is not None:
         return K3Error(f"{problem.filename}: {problem.strerror}")
+    if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
+        return K3Error("a write failed: no space left", do="make room where the output goes")
     return None

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3cli.chat.messages import check_response_format, check_tools
 from k3cli.errors import UsageError
 
 
 def read_text(path: str, what: str) -> str:
     """The text of a file, or of stdin for "-". Raises UsageError naming `what` when it cannot be had."""
+    if not path:
+        raise UsageError(f"{what} names no file", "a readable file, or - for stdin")
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as problem:
@@ -71,7 +74,7 @@ def read_request(
         results=read_tool_results(tool_result),
         add_tools=read_tools(add_tools, "--add-tools") or [],
         tool_choice=None if tool_choice == "auto" else tool_choice,
-        response_format=read_json_object(response_format, "--response-format"),
+        response_format=read_response_format(response_format),
     )
     if not request.one_shot and (json or not sys.stdout.isatty()):
         where = "--json" if json else "a stdout that is not a terminal"
@@ -90,17 +93,20 @@ def read_tools(path: str | None, option: str = "--tools") -> list[dict[str, Any]
     data = _json(read_text(path, option), f"{option} {path}")
     if isinstance(data, dict) and set(data) == {"tools"}:
         data = data["tools"]
-    if not isinstance(data, list) or not all(isinstance(tool, dict) for tool in data):
+    if not isinstance(data, list):
         raise UsageError(f"{option} {path} holds {_kind(data)}", "a JSON list of tool declarations")
+    check_tools(data, f"{option} {path}: tools")
     return data
 
 
-def read_json_object(path: str | None, option: str) -> dict[str, Any] | None:
+def read_response_format(path: str | None) -> dict[str, Any] | None:
+    """An OpenAI-style response format: a JSON object with `type`."""
     if path is None:
         return None
-    data = _json(read_text(path, option), f"{option} {path}")
+    data = _json(read_text(path, "--response-format"), f"--response-format {path}")
     if not isinstance(data, dict):
-        raise UsageError(f"{option} {path} holds {_kind(data)}", "a JSON object")
+        raise UsageError(f"--response-format {path} holds {_kind(data)}", "a JSON object")
+    check_response_format(data)
     return data
 
 
@@ -113,7 +119,7 @@ def parse_tool_results(text: str, what: str) -> list[dict[str, Any]]:
     """JSON `{"id"?, "name"?, "content"}` or a list of those; any other text is the content of the one open call."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return [{"content": text}]
     items = data if isinstance(data, list) else [data]
     if not items or not all(isinstance(item, dict) and "content" in item for item in items):
@@ -168,6 +174,11 @@ def _label(result: dict[str, Any]) -> str:
 
 
 def _not_empty(text: str, what: str) -> str:
+    """The text, when there is some and UTF-8 can hold it: the command line may carry any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise UsageError(f"{what} has a byte that is no UTF-8 at character {problem.start}", "UTF-8 text") from None
     if not text.strip():
         raise UsageError(f"{what} is empty", "some text", "give a prompt with -p TEXT, a pipe, or -")
     return text
@@ -175,9 +186,15 @@ def _not_empty(text: str, what: str) -> str:
 
 def _json(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        data = json.loads(text)
+        # What JSON text may spell but neither UTF-8 nor JSON can hold: lone surrogates, NaN.
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+        return data
     except json.JSONDecodeError as problem:
         raise UsageError(f"{what} is not JSON (line {problem.lineno}: {problem.msg})", "a JSON file") from None
+    # Or more than Python reads: a number of thousands of digits, nesting a thousand deep.
+    except (ValueError, RecursionError) as problem:
+        raise UsageError(f"{what} cannot be read ({problem})", "a JSON file of plain values") from None
 
 
 def _kind(value: Any) -> str:

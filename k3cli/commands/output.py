@@ -5,6 +5,7 @@ No escape byte or carriage return is written to a stream that is not a terminal.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,12 +15,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from k3cli.engine.events import SCHEMA
+from k3cli.errors import K3Error
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def prepare_streams() -> None:
-    """UTF-8 out whatever the locale; a character that cannot be written is escaped, never a crash."""
+    """UTF-8 out whatever the locale; a character that cannot be written is escaped, never a crash.
+
+    A stream that was closed for us becomes the null device, so that no file opened later takes its descriptor.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number, inheritable=True)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, mode))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -56,7 +68,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> lis
 
 
 class Printer:
-    """One command's output. With `json` stdout carries events only; the last one is `done` (or `error`, from main)."""
+    """One command's output. With `json` stdout carries events only; the last one is `done` (or `error`, from main).
+
+    Everything that prints raises BrokenPipeError when the reader of stdout is gone, K3Error when stdout cannot be
+    written for another reason. A stderr that is gone stops nothing.
+    """
 
     def __init__(self, *, json: bool = False, hide_thinking: bool = False) -> None:
         self.json = json
@@ -76,8 +92,7 @@ class Printer:
 
     def raw_event(self, data: Mapping[str, Any]) -> None:
         if self.json:
-            self.out.write(json.dumps(data, ensure_ascii=False, separators=(",", ":"), default=str) + "\n")
-            self.out.flush()
+            self._write_out(json.dumps(data, ensure_ascii=False, separators=(",", ":"), default=str) + "\n")
 
     def done(self, **data: Any) -> None:
         self.event("done", **data)
@@ -85,16 +100,14 @@ class Printer:
     def line(self, text: str = "") -> None:
         """One line of result on stdout, text mode only."""
         if not self.json:
-            self.out.write((visible(text) if self.out.isatty() else text) + "\n")
-            self.out.flush()
+            self._write_out((visible(text) if self.out.isatty() else text) + "\n")
 
     def answer(self, text: str) -> None:
         """A piece of the answer, as it comes."""
         self._close_thinking()
         self.clear_bar()
         if not self.json and text:
-            self.out.write(visible(text) if self.out.isatty() else text)
-            self.out.flush()
+            self._write_out(visible(text) if self.out.isatty() else text)
             self._answer_open = not text.endswith("\n")
 
     def thinking(self, text: str) -> None:
@@ -104,14 +117,14 @@ class Printer:
         self.clear_bar()
         self._break_answer()
         self._thinking_open = True
-        self._write_err(text)
+        self._say(text)
 
     def notice(self, text: str) -> None:
         """One line for the person, on stderr, in JSON mode too."""
         self.clear_bar()
         self._close_thinking()
         self._break_answer()
-        self._write_err(f"k3: {' '.join(text.split())}\n")
+        self._say(f"k3: {' '.join(text.split())}\n")
 
     def progress(self, label: str, done: float, total: float, unit: str = "", detail: str = "") -> None:
         """A bar that redraws itself; only where stderr is a terminal."""
@@ -121,8 +134,7 @@ class Printer:
         self._bar_time = now
         share = min(1.0, done / total) if total else 1.0
         text = f"k3: {label} [{'#' * int(20 * share):<20}] {100 * share:3.0f}% {unit}{' ' + detail if detail else ''}"
-        self.err.write("\r" + text.ljust(self._bar_width))
-        self.err.flush()
+        self._write_err("\r" + text.ljust(self._bar_width))
         self._bar_width = len(text)
 
     def progress_due(self, final: bool) -> bool:
@@ -135,8 +147,7 @@ class Printer:
 
     def clear_bar(self) -> None:
         if self._bar_width:
-            self.err.write("\r" + " " * self._bar_width + "\r")
-            self.err.flush()
+            self._write_err("\r" + " " * self._bar_width + "\r")
             self._bar_width = 0
 
     def abandon(self) -> None:
@@ -144,10 +155,6 @@ class Printer:
         self._answer_open = self._thinking_open = False
         self._bar_width = 0
         silence(self.out)
-        try:
-            self.err.flush()
-        except BrokenPipeError:
-            silence(self.err)
 
     def end(self) -> None:
         """Both streams end on a full line."""
@@ -155,17 +162,34 @@ class Printer:
         self._close_thinking()
         self._close_answer()
 
-    def _write_err(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         if self.err.isatty():
             text = visible(text)
-        self.err.write(f"\x1b[2m{text}\x1b[0m" if self._dim else text)
-        self.err.flush()
+        self._write_err(f"\x1b[2m{text}\x1b[0m" if self._dim else text)
+
+    def _write_err(self, text: str) -> None:
+        try:
+            self.err.write(text)
+            self.err.flush()
+        except OSError:
+            silence(self.err)
+
+    def _write_out(self, text: str) -> None:
+        try:
+            self.out.write(text)
+            self.out.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as problem:
+            silence(self.out)
+            if problem.errno == errno.EIO:  # a terminal that was closed
+                raise BrokenPipeError from None
+            raise K3Error(f"stdout: {problem.strerror}", "an output that takes the answer") from None
 
     def _close_thinking(self) -> None:
         if self._thinking_open:
             self._thinking_open = False
-            self.err.write("\n")
-            self.err.flush()
+            self._write_err("\n")
 
     def _break_answer(self) -> None:
         """Start a new line before stderr text where one terminal may show both; a pipe gets the answer as it is."""
@@ -175,5 +199,4 @@ class Printer:
     def _close_answer(self) -> None:
         if self._answer_open and not self.json:
             self._answer_open = False
-            self.out.write("\n")
-            self.out.flush()
+            self._write_out("\n")

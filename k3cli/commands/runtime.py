@@ -130,7 +130,7 @@ def recommended_sampling(model_ref: str) -> dict[str, Any]:
         data = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ModelError(f"{file} cannot be read ({problem})", "a JSON object", "correct or remove it") from None
     if not isinstance(data, dict):
         raise ModelError(f"{file} holds something else", "a JSON object", "correct or remove it")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: during an answer they stop the answer and the turn is saved; elsewhere they end the run."""
+"""Ctrl-C, SIGTERM and a closed terminal: during an answer they stop it and the turn is saved; else they end the run."""
 
 from __future__ import annotations
 
@@ -36,12 +36,17 @@ class Cancel:
         return self.event.is_set()
 
 
-CODES = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
+CODES = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED, signal.SIGHUP: Exit.TERMINATED}
+
+
+def _handled() -> list[signal.Signals]:
+    """The signals of CODES, without a SIGHUP that whoever started us ignores (nohup)."""
+    return [number for number in CODES if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def exit_on_signals() -> None:
-    """Outside an answer SIGINT and SIGTERM unwind (locks, files, the terminal) and end the run with 130 or 143."""
-    for number in CODES:
+    """Outside an answer each signal unwinds (locks, files, the terminal) and ends the run with 130 or 143."""
+    for number in _handled():
         signal.signal(number, _leave)
 
 
@@ -68,7 +73,7 @@ def prompt_signals() -> Iterator[None]:
 
 @contextmanager
 def cancel_on_signals() -> Iterator[Cancel]:
-    """In the block the first SIGINT or SIGTERM sets the Cancel; a second one ends the run without saving the turn."""
+    """In the block the first signal sets the Cancel; a second one ends the run without saving the turn."""
     cancel = Cancel()
     leaving = False
 
@@ -81,7 +86,7 @@ def cancel_on_signals() -> Iterator[Cancel]:
         if sys.stderr.isatty():
             sys.stderr.write("\nk3: stopping; the turn is being saved (once more to leave without saving)\n")
 
-    before = {number: signal.signal(number, ask) for number in CODES}
+    before = {number: signal.signal(number, ask) for number in _handled()}
     try:
         yield cancel
     finally:

@@ -73,15 +73,25 @@ def run_turn(
 
 
 def drain(events: Iterable[ev.Event], printer: Printer, cancel: Cancel) -> Exit:
-    """Print every event; when stdout is closed under us, ask for the end and go on to the save without printing."""
+    """Print every event; when stdout fails under us, ask for the end and go on to the save without printing.
+
+    Raises the K3Error of a stdout that failed otherwise than by being closed, after the last event.
+    """
+    failure: K3Error | None = None
     for event in events:
-        if cancel.code == Exit.BROKEN_PIPE:
+        if failure is not None or cancel.code == Exit.BROKEN_PIPE:
             continue
         try:
             show(event, printer)
         except BrokenPipeError:
             cancel(Exit.BROKEN_PIPE)
             printer.abandon()
+        except K3Error as problem:
+            failure = problem
+            cancel(Exit.FAILED)
+            printer.abandon()
+    if failure is not None:
+        raise failure
     return cancel.code
 
 

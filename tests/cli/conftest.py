@@ -79,7 +79,7 @@ def k3(
     monkeypatch.setattr(Engine, "load", staticmethod(scripted.load))
     # the scripted model has no folder to look into
     monkeypatch.setattr(runtime, "recommended_sampling", lambda _ref: {})
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def run(*args: str, stdin: str | bytes | None = None, **load: Any) -> Result:
         if load:

@@ -167,13 +167,59 @@ def test_tool_catalogues(tmp_path) -> None:
     for data in ([tool], {"tools": [tool]}):
         file.write_text(json.dumps(data))
         assert read_tools(str(file)) == [tool]
-    for text, message in (("[", "is not JSON"), ('{"a": 1}', "an object"), ("[1]", "a list"), ("3", "a number")):
+    for text, message in (
+        ("[", "is not JSON"),
+        ('{"a": 1}', "an object"),
+        ("[1]", "is no function"),
+        ("3", "a number"),
+    ):
         file.write_text(text)
         with pytest.raises(UsageError, match=message):
             read_tools(str(file))
     with pytest.raises(UsageError, match="No such file"):
         read_tools(str(tmp_path / "absent"))
+    with pytest.raises(UsageError, match="names no file"):
+        read_tools("")
     assert read_tools(None) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"type": "function"}]',
+        '[{"type": "function", "function": {"name": "f", "parameters": 5}}]',
+        '[{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}]',
+        '[{"type": "function", "function": {"name": "f", "parameters": {"x": NaN}}}]',
+        '[{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]',
+        "[" * 100_000,
+        f"[{'9' * 5000}]",
+    ],
+    ids=["no name", "no schema", "twice", "nan", "surrogate", "deep", "long number"],
+)
+def test_a_catalogue_no_model_could_take_is_refused_before_one_is_loaded(tmp_path, text) -> None:
+    file = tmp_path / "t.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"--tools .*t\.json"):
+        read_tools(str(file))
+
+
+def test_a_response_format_is_checked_before_a_model_is_loaded(tmp_path, stdin) -> None:
+    file = tmp_path / "r.json"
+    file.write_text('{"type": "xml"}')
+    with pytest.raises(UsageError, match="xml"):
+        read_request("hi", None, response_format=str(file))
+    file.write_text('{"type": "json_object"}')
+    assert read_request("hi", None, response_format=str(file)).response_format == {"type": "json_object"}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000])
+def test_json_that_cannot_be_read_is_the_text_of_a_tool_result(text) -> None:
+    assert parse_tool_results(text, "here") == [{"content": text}]
+
+
+def test_bytes_on_the_command_line_that_are_no_text(stdin) -> None:
+    with pytest.raises(UsageError, match="no UTF-8 at character 2"):
+        read_request(b"hi\xff".decode("utf-8", "surrogateescape"), None)
 
 
 def test_system_text(tmp_path) -> None:

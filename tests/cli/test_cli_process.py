@@ -27,7 +27,7 @@ def read_until(process: subprocess.Popen[str], kind: str) -> dict:
     raise AssertionError(f"no {kind} event; {process.stderr.read() if process.stderr else ''}")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_a_signal_stops_the_answer_and_the_turn_is_saved(spawn, k3, number, code) -> None:
     process = spawn("chat", "-s", "a", "-p", "slow 400", "--json", stdin=subprocess.DEVNULL)
     read_until(process, "text")
@@ -92,6 +92,46 @@ def test_a_closed_pipe_without_a_turn(k3, spawn) -> None:
     os.close(write_end)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (Exit.BROKEN_PIPE, "")
+
+
+def test_a_terminal_that_goes_away_stops_the_answer_and_the_turn_is_saved(scripted, process_env, k3) -> None:
+    terminal = TerminalSession([scripted.__file__, "chat", "-s", "a", "-p", "slow 400"], process_env)
+    terminal.expect("word1")
+    os.close(terminal.fd)
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) in (Exit.TERMINATED, Exit.BROKEN_PIPE)
+    assert k3("show", "a", "--at", "-1", "--json").one("turn")["meta"]["stop"] == "cancelled"
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_streams_that_were_closed_before_the_start(spawn, k3, closed) -> None:
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    process = spawn("chat", "-s", "a", "-p", "one", preexec_fn=close)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out == ("" if 1 in closed else "You said: one\n")
+    assert "Traceback" not in err
+    assert k3("resume", "a", "-p", "two").code == 0
+    assert k3("verify").code == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_stdout_that_is_full_fails_and_the_turn_is_saved(spawn, k3) -> None:
+    with open("/dev/full", "w") as full:
+        process = spawn("chat", "-s", "a", "-p", "slow 400", stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == Exit.FAILED
+    assert err.splitlines()[-1].startswith("k3: error: stdout: No space left")
+    assert k3("show", "a", "--at", "-1", "--json").one("turn")["meta"]["stop"] == "cancelled"
+
+
+def test_a_stderr_nobody_reads_does_not_stop_the_answer(spawn) -> None:
+    process = spawn("chat", "-s", "a", "-p", "think well", stdin=subprocess.DEVNULL)
+    process.stderr.close()
+    assert process.stdout.read() == "well\n"
+    assert process.wait(timeout=60) == 0
 
 
 def test_a_pipe_is_one_shot_and_writes_no_escapes(spawn) -> None:

@@ -74,6 +74,7 @@ def test_unknown_variable_is_refused_with_the_valid_ones(home) -> None:
         ("seed", "-1"),
         ("quota", "many"),
         ("quota", "5 XB"),
+        ("quota", "9" * 400),
         ("model", ""),
     ],
 )
@@ -88,7 +89,29 @@ def test_bad_values_are_refused_naming_where_they_came_from(home, key, bad) -> N
     assert f"{key} in {home / 'config.toml'}" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["device = ", "\xff\xfe"])
+@pytest.mark.parametrize("key", ["seed", "top_k", "max_tokens", "window", "temperature", "quota"])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400"])
+def test_numbers_that_are_not_finite_are_refused(home, key, value) -> None:
+    write(home, f"{key} = {value}\n")
+    with pytest.raises(UsageError, match=f"{key} in "):
+        load_settings(env={"K3_HOME": str(home)})
+
+
+def test_a_home_that_is_no_folder(tmp_path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(UsageError, match="is no folder"):
+            load_settings(env={"K3_HOME": str(path)})
+    with pytest.raises(UsageError, match="no home folder"):
+        load_settings(env={"K3_HOME": "~nobody-of-that-name/k3"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["device = ", "\xff\xfe", "seed = " + "9" * 5000, "seed = " + "[" * 5000],
+    ids=["no value", "bytes", "long", "deep"],
+)
 def test_a_file_that_is_no_toml_is_refused(home, text) -> None:
     home.mkdir()
     (home / "config.toml").write_bytes(text.encode("latin-1"))
