@@ -169,7 +169,7 @@ def _files(path: Path) -> dict[str, frozenset[str] | None]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged ({error!r})", "an object with weight_map", AGAIN) from error
     files: dict[str, set[str]] = {}
     for name, file in pairs:
@@ -198,7 +198,7 @@ def _read_header(file: Path, listed: frozenset[str] | None) -> Shard:
         raise ModelError(f"cannot read {file}: {error.strerror}", "a readable weight file") from error
     try:
         entries = [_entry(name, value) for name, value in json.loads(header).items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"the header of {file.name} is damaged ({error!r})", "a safetensors header", AGAIN) from error
     entries.sort(key=lambda entry: entry.start)
     at = 0

@@ -130,7 +130,7 @@ class ModelConfig:
             ) from None
         except OSError as error:
             raise ModelError(f"cannot read {file}: {error.strerror}", "a readable config.json") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelError(
                 f"{file} is not JSON: {error}", "the model's config.json", "fetch the file again"
             ) from error

@@ -53,7 +53,7 @@ def read_ids(file: Path) -> list[int]:
         ids = json.loads(file.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}", "a JSON list of ids") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not JSON: {error}", "a JSON list of ids") from error
     fine = isinstance(ids, list) and ids and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in ids)
     if not fine:

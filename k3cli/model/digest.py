@@ -44,7 +44,7 @@ class DigestCache:
             raw = json.loads(self.path.read_bytes())
             if raw["version"] == VERSION:
                 self.known = {str(key): str(value) for key, value in raw["files"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             self.known = {}
 
     def get(self, status: os.stat_result) -> str | None:
