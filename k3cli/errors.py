@@ -76,7 +76,7 @@ class SessionError(K3Error):
     exit_code = Exit.SESSION
 
 
-class ReplayDiffers(K3Error):
+class ReplayDiffers(K3Error):  # noqa: N818 - what happened, not a fault of the program
     """A replay did not reproduce what was recorded."""
 
     exit_code = Exit.REPLAY_DIFFERS
