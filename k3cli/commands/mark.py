@@ -34,7 +34,10 @@ def command(
         printer.done()
         return
     turn = find_turn(store, name, at or "-1")
+    before = store.session(name).marks.get(label, turn.id)
     store.mark(name, turn.id, label)
+    if before != turn.id:
+        printer.notice(f"mark {label} was at turn {short_id(before)}, whose checkpoint may now be thinned")
     if not turn.has_checkpoint:
         printer.notice(
             f"the checkpoint of turn {short_id(turn.id)} is already thinned: resuming there replays from an earlier one"

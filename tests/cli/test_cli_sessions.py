@@ -105,6 +105,8 @@ def test_mark_and_unmark(forked) -> None:
     assert forked("mark", "a", "good").code == 0
     assert forked("show", "a", "--json").one("session_info")["marks"] == {"good": turns(forked, "a")[2]["id"]}
     assert forked("fork", "a", "d", "--at", "good").code == 0
+    assert "was at turn" not in forked("mark", "a", "good").err
+    assert f"was at turn {turns(forked, 'a')[2]['id'][:10]}" in forked("mark", "a", "good", "--at", "1").err
     assert forked("mark", "a", "good", "--remove").code == 0
     assert forked("show", "a", "--json").one("session_info")["marks"] == {}
     assert forked("mark", "a", "12").code == Exit.USAGE
