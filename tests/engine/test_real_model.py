@@ -77,8 +77,7 @@ def child(repo_root: Path, tiny_model: Path, tmp_path: Path):
         job |= {"model": str(tiny_model), "store": str(tmp_path / "store"), "steps": steps}
         return [sys.executable, "-c", CHILD, json.dumps(job)]
 
-    paths = os.pathsep.join(str(repo_root / part) for part in ("", "kernels", "sessions"))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
     def run(steps):
         done = subprocess.run(command(steps), env=environment, capture_output=True, text=True, timeout=240, check=False)
