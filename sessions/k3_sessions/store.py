@@ -92,6 +92,8 @@ class Store(Locks):
             held = fs.lock(f"locks/{lock}", shared=True, wait=1.0)
             if held is not None:
                 fs.unlock(held)
+        # The folders must be on disk first: a FORMAT without them would be a store that cannot be written.
+        fs.sync_dir("")
         write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
         fs.sync_dir("")
 

@@ -136,7 +136,7 @@ def test_power_off_at_every_call(base, name):
 def test_power_off_while_the_first_store_is_made():
     rng = random.Random(1)
     for number in range(100):
-        for _ in range(ROUNDS * 3):
+        for _ in range(ROUNDS * 20):
             fs = SimFS()
 
             def fault(name: str, path: str, at: int, limit: int = number) -> None:

@@ -211,7 +211,7 @@ def test_kill_at_any_moment_of_real_commits(tmp_path, repo_root):
     _, turns = grow(store, "a", [30])
     acknowledged = {turns[0].id}
     rng = random.Random(4)
-    for _ in range(100 if LONG else 6):
+    for _ in range(300 if LONG else 6):
         process = child(tmp_path, repo_root, GROW)
         acknowledged.add(process.stdout.readline().strip())
         time.sleep(rng.random() * 0.05)
