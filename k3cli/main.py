@@ -100,6 +100,8 @@ def _k3(
 
 def main() -> int:
     """Run the command line in `sys.argv`; returns the exit code."""
+    # Read when torch loads. Waiting threads sleep: spinning ones slow prefill many times when another program runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prepare_streams()
     exit_on_signals()
     args = sys.argv[1:]
