@@ -7,7 +7,8 @@ alone or verified behind others. Attention sums over the pages up to the row's o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,9 @@ from k3cli.model.config import ModelConfig
 from k3cli.model.state import State, state_layout
 
 DEFAULT_WINDOW = 8
+SERIAL_WEIGHTS = 128 << 20
+"""On a CPU, a model with fewer bytes of weights decodes on one thread: waking a second one for each of the small
+products costs more than it saves, and much more when other programs use the cores."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class K3Model:
         self.window = window
         self.act: Activation = Swiglu() if config.situ is None else Situ(*config.situ)
         self._layout = state_layout(config, dtype)
+        small = sum(sink.nbytes for sink in weights.sinks().values()) < SERIAL_WEIGHTS
+        self._serial = device.type == "cpu" and small
         self._scale = (config.mla.nope_dim + config.mla.pe_dim) ** -0.5
 
     def state_layout(self) -> StateLayout:
@@ -128,8 +134,9 @@ class K3Model:
         positions = torch.empty_like(order)
         positions[order] = torch.arange(start, start + W, device=self.device)
         now = _Pass(state, rows, positions, order, torch.argsort(order), [], [], [], [])
-        hidden = self._layers(padded, now)
-        found = F.linear(hidden, self.weights.head).float()[order[:n]]
+        with _threads(1 if self._serial else None):
+            hidden = self._layers(padded, now)
+            found = F.linear(hidden, self.weights.head).float()[order[:n]]
         log = None
         if now.logs:
             log = kda.KdaLog(*(torch.stack(parts, 1) for parts in zip(*now.logs, strict=True)))
@@ -299,6 +306,20 @@ class K3Model:
             gate, up = shared.chunk(2, dim=-1)
             routed = routed + F.linear(self.act(gate, up), w.shared_down)
         return routed
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Runs torch on `count` CPU threads; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _stack(parts: list[Tensor], like: Tensor, n: int) -> Tensor:

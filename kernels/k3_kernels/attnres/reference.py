@@ -19,8 +19,7 @@ def mix(sources: Tensor, query: Tensor, eps: float) -> Tensor:
     full = sources.float()
     inverse = torch.rsqrt(full.square().mean(-1) + eps)
     weights = torch.softmax(torch.matmul(full, query) * inverse, dim=0)
-    mixed = torch.einsum("nt,ntd->td", weights, full)
-    return mixed.to(sources.dtype)
+    return (weights.unsqueeze(-1) * full).sum(0).to(sources.dtype)
 
 
 def mix_norm(sources: Tensor, query: Tensor, weight: Tensor, mix_eps: float, norm_eps: float) -> Tensor:

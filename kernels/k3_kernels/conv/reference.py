@@ -14,7 +14,7 @@ def taps(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
     kernel = weight.t().contiguous()
     total = extended[:rows] * kernel[0]
     for j in range(1, kernel.shape[0]):
-        total = total + extended[j : j + rows] * kernel[j]
+        total += extended[j : j + rows] * kernel[j]
     return total
 
 
