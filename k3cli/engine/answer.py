@@ -198,6 +198,15 @@ class Answer:
                 call = ev.ToolCall(event.id, event.name, event.arguments_json, event.index)
                 self.calls.append({"id": call.id, "name": call.name, "arguments": call.arguments, "index": call.index})
                 out.append(call)
+                if call.name not in self.context.tool_names:
+                    declared = ", ".join(self.context.tool_names) or "none"
+                    out.append(
+                        ev.Notice(
+                            "undeclared-tool",
+                            f"the model calls {call.name!r}, a tool nobody declared (declared: {declared}); "
+                            "send a new prompt to go on, or a result that says so",
+                        )
+                    )
         return out
 
     def drafts(self, plan: RestorePlan | None, state: Snapshot) -> list[tuple[TurnDraft, Snapshot]]:

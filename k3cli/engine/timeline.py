@@ -282,7 +282,7 @@ class Timeline:
 def overflow(history: int, new: int, limit: int) -> ContextError:
     """The refusal that names both counts."""
     return ContextError(
-        f"the history holds {history} tokens and {new} more are needed: {history + new}",
+        f"the history holds {history} tokens and {new} more are needed, {history + new} in all",
         f"at most {limit}, the context limit",
         "start a new session, fork from an earlier turn, or send less",
     )

@@ -229,6 +229,23 @@ def test_tool_calls_end_the_turn_and_wait_for_results(fake_engine, store, talk) 
     assert shown == [("user", "Add"), ("assistant", ""), ("tool", "2"), ("assistant", "It is 2.")]
 
 
+@pytest.mark.parametrize("declared", [[], ["other"]], ids=["none", "another"])
+def test_a_call_of_a_tool_nobody_declared_is_said_to_be(fake_engine, store, talk, declared) -> None:
+    """A small model may invent a tool; without the notice a user is asked for a result of nothing."""
+    renderer = fake_engine.renderer
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    ids = renderer.render_message(message, renderer.new_context(True))[len(renderer.generation_prompt(True)) :]
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in declared]
+    conversation, _ = opened(fake_engine, store, "a", "create", head={"tools": tools})
+    with conversation:
+        events = talk(conversation, "Add", ids, sampling=Sampling(seed=1))
+        (notice,) = of(events, ev.Notice)
+        assert notice.code == "undeclared-tool"
+        assert f"declared: {declared[0] if declared else 'none'}" in notice.message
+        assert text_of(talk(conversation, "Never mind", "Fine.")) == "Fine."
+
+
 def test_tools_can_be_added_later(fake_engine, store, talk) -> None:
     tools = [{"type": "function", "function": {"name": "late", "parameters": {}}}]
     conversation, _ = opened(fake_engine, store, "a", "create")
