@@ -31,7 +31,6 @@ import k3cli
 from k3cli.engine.timeline import PREFILL_CHUNK
 from k3cli.model.network import DEFAULT_WINDOW, K3Model
 from k3cli.model.state import State
-from k3cli.model.state import State
 from k3cli.model.weights import load_model
 
 NANO = Path(k3cli.__file__).parent / "assets" / "k3-nano"
