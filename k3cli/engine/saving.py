@@ -34,7 +34,9 @@ class Saver:
     """The turns of one session on their way to its writer, oldest first.
 
     The writer itself keeps a turn whose commit failed and stores it with the next one. Here wait only turns that it
-    could not be given yet, because the session had to move to an earlier turn first and that failed.
+    could not be given yet, because the one before them failed.
+
+    move_to: an earlier turn that the next save goes on from.
     """
 
     def __init__(self, writer: Any) -> None:

@@ -84,6 +84,7 @@ class SessionWriter:
         self._exact = 0  # page rows before this position are known to be the ones on disk
         self._root = Root(identity, layout, fixed)
         self._path: list[TurnRecord] = []
+        self._left_at = ref.head if ref is not None else ""  # head this writer last saw or wrote in the ref
         if ref is not None:
             self._root = store.catalog.root(ref.root)
             check_identity(self._root.identity, identity, f"session {name}")
@@ -110,7 +111,7 @@ class SessionWriter:
 
     @property
     def head(self) -> Turn | None:
-        """The newest turn on disk."""
+        """The turn on disk that the next commit goes on from."""
         return self._store.catalog.public(self._path[-1], self._store.catalog.kept()) if self._path else None
 
     @property
@@ -126,27 +127,23 @@ class SessionWriter:
         return tokens, self._path[-1].position if self._path else 0
 
     def set_head(self, turn_id: str) -> None:
-        """Go back to an earlier turn of this session; the turns after it are no longer part of it.
+        """Go on from an earlier turn of this session; turns handed over but not stored are forgotten.
 
-        The next commit must say what the live state was restored from. Raises SessionMissing.
+        Nothing is written: the next commit replaces the ref once, so a crash leaves the session with all its turns or
+        with the new branch. That commit must say what the live state was restored from. Raises SessionMissing.
         """
         numbers = {turn.id: number for number, turn in enumerate(self._path)}
         if turn_id not in numbers:
             raise SessionMissing(
                 f"session {self.name} has no turn {turn_id[:12]}", do=f"`k3 log {self.name}` lists them"
             )
-        path = self._path[: numbers[turn_id] + 1]
-        on_path = {turn.id for turn in path}
-        store = self._store
-        with store.using(), store.changing_refs():
-            ref = self._current_ref()
-            keep = tuple(k for k in ref.keep if k.turn in on_path or k.turn in ref.marks.values())
-            store.save_ref(replace(ref, head=turn_id, keep=keep, updated=now()))
-        self._path, self._exact, self._waiting, self._attempt = path, 0, [], ()
+        self._adopt_attempt()
+        self._path = self._path[: numbers[turn_id] + 1]
+        self._exact, self._waiting = 0, []
 
     def _current_ref(self) -> Ref:
         ref = self._store.catalog.ref(self.name)
-        if not self._path or ref.head != self._path[-1].id:
+        if ref.head != self._left_at:
             raise SessionChanged(f"session {self.name} has another head than its writer left", do="open it again")
         return ref
 
@@ -246,6 +243,7 @@ class SessionWriter:
 
     def _stored(self, records: Sequence[TurnRecord]) -> None:
         self._path += records
+        self._left_at = records[-1].id
         del self._waiting[: len(records)]
         self._exact = records[-1].position
         self._attempt = ()

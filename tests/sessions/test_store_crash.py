@@ -44,8 +44,18 @@ def create(store: Store, tokens: list[int]) -> None:
     grow(store, "c", [30], seed=3)
 
 
+def go_back(store: Store, tokens: list[int]) -> None:
+    first = store.log("a")[0]
+    done = tokens[:500] + NEW
+    with store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT) as writer:
+        writer.set_head(first.id)
+        restored = store.plan(first.id, IDENTITY, LAYOUT)
+        writer.commit(draft(NEW, len(done) - 1, restored=restored), Toy(done, len(done) - 1))
+
+
 OPERATIONS = {
     "commit": commit,
+    "go back": go_back,
     "create": create,
     "fork": lambda store, tokens: store.fork("a", "c"),
     "rename": lambda store, tokens: store.rename("b", "c"),
@@ -96,8 +106,10 @@ def check_store(fs: SimFS, base, name: str, finished: bool) -> None:
     for session in sessions.values():
         log = store.log(session.name)
         if session.name == "a":
-            assert [t.id for t in log[:3]] == [t.id for t in turns]
-            assert len(log) == 3 or (name == "commit" and log[3].tokens == tuple(NEW))
+            moved = name == "go back" and log[1].tokens == tuple(NEW)
+            assert [t.id for t in log[: 1 if moved else 3]] == [t.id for t in turns[: 1 if moved else 3]]
+            assert moved or not (name == "go back" and finished)
+            assert len(log) == (2 if moved else 3) or (name == "commit" and log[3].tokens == tuple(NEW))
             assert len(log) == 4 or not (name == "commit" and finished)
         # The head of every session comes back bit for bit, without replay.
         plan = store.plan(session.head, IDENTITY, LAYOUT)
@@ -105,7 +117,7 @@ def check_store(fs: SimFS, base, name: str, finished: bool) -> None:
         said = store.tokens(session.head).tolist()
         check(store.restore(plan, IDENTITY, LAYOUT), said)
         if session.name != "c":
-            assert said in (tokens, tokens[:530], tokens + NEW)
+            assert said in (tokens, tokens[:530], tokens + NEW, tokens[:500] + NEW)
     # Life goes on, and what the crash left lying about is collected.
     if "a" in sessions and len(store.log("a")) == 3:
         commit(store, tokens)

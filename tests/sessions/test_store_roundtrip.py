@@ -244,6 +244,7 @@ def test_going_back_to_an_earlier_turn(store):
     with store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT) as writer:
         writer.set_head(turns[0].id)
         assert writer.head.id == turns[0].id
+        assert [t.id for t in store.log("a")] == [t.id for t in turns]  # looking back loses nothing
         plan = store.plan(turns[0].id, IDENTITY, LAYOUT)
         other = tokens[:300] + ids(20, 77)
         report = writer.commit(draft(other[300:], 319, restored=plan), Toy(other, 319))
