@@ -107,7 +107,7 @@ class K3Model:
             return None
         none = torch.empty(0)
         now = _Pass(state, None, none, none, none, [], [], [], [])
-        hidden = self._layers(ids.to(self.device), now, last_only=logits != "all")
+        hidden = self._layers(ids.to(self.device), now)
         found = None
         if logits == "all":
             found = F.linear(hidden, self.weights.head).float()
@@ -162,7 +162,7 @@ class K3Model:
         window = torch.stack(now.conv) if now.conv else state.now.conv
         state.advance(recurrent, window, _stack(now.latents, state.tail, T))
 
-    def _layers(self, ids: Tensor, now: _Pass, last_only: bool = False) -> Tensor:
+    def _layers(self, ids: Tensor, now: _Pass) -> Tensor:
         """Embedding to final norm: [T] -> [T, D]."""
         block = self.config.attn_res_block
         x = F.embedding(ids, self.weights.embed)
