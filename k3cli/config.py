@@ -26,6 +26,7 @@ ENV_ONLY = {
     "K3_HOME": "folder of sessions, history and config.toml",
     "K3_CACHE": "folder of recomputable files (weights digests)",
     "K3_DEBUG": "1: show tracebacks",
+    "K3_KERNELS": "reference: plain torch instead of Triton kernels",
 }
 """Environment variables without a key in the file: they are needed before the file can be found."""
 

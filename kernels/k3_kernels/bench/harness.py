@@ -1,0 +1,122 @@
+"""Timing of operators on a CUDA device: captured graphs, cold L2, medians, peer and kernel in one run.
+
+A case owns several sets of inputs, together larger than the L2, and the graph walks through all of them: no replay
+finds its inputs in the cache. Bytes and operations are counted by the case, from its shapes; the ceilings are measured here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+COLD_BYTES = 256 << 20
+"""Distinct bytes one replay walks through; the L2 of a Hopper GPU holds 50 to 60 MB."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured call. runs: the kernel on each of its input sets; peer: the same for the competitor, or empty.
+
+    bytes, flops: what one call must move and compute; target_us: what was aimed at, None without one.
+    """
+
+    op: str
+    shape: str
+    runs: Sequence[Callable[[], object]]
+    bytes: int
+    flops: int
+    peer: Sequence[Callable[[], object]] = ()
+    peer_name: str = ""
+    target_us: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call. samples: one mean per replay."""
+
+    samples: tuple[float, ...] = field(repr=False)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the tenth and the ninetieth percentile."""
+        ordered = sorted(self.samples)
+        return (ordered[int(0.9 * (len(ordered) - 1))] - ordered[int(0.1 * (len(ordered) - 1))]) / 2
+
+
+def sets_for(bytes_of_one: int) -> int:
+    """How many input sets a case needs so that one walk is cold, at least two."""
+    return max(2, -(-COLD_BYTES // max(bytes_of_one, 1)))
+
+
+def time_runs(runs: Sequence[Callable[[], object]], *, replays: int = 30, graph: bool = True) -> Timing:
+    """Times a walk over all runs; graph=False for callables that can't be captured (their launch gaps count)."""
+    for run in runs[:2]:
+        run()
+    torch.cuda.synchronize()
+
+    def walk() -> None:
+        for run in runs:
+            run()
+
+    replay = walk
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            walk()
+        replay = captured.replay
+    replay()
+    samples = []
+    for _ in range(replays):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / len(runs))
+    return Timing(tuple(samples))
+
+
+def copy_rate() -> float:
+    """Measured device copy, bytes read plus written per second."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    took = time_runs([lambda: target.copy_(source)], replays=10).median
+    return 2 * source.nbytes / took * 1e6
+
+
+def matrix_rate() -> float:
+    """Measured bf16 product of random 8192 x 8192 matrices, operations per second."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    took = time_runs([lambda: a @ b], replays=10).median
+    return 2 * 8192**3 / took * 1e6
+
+
+def row(case: Case, ceilings: tuple[float, float]) -> dict[str, object]:
+    """Measures one case. ceilings: (bytes per second, operations per second)."""
+    floor = max(case.bytes / ceilings[0], case.flops / ceilings[1]) * 1e6
+    own = time_runs(case.runs)
+    found: dict[str, object] = {
+        "op": case.op,
+        "shape": case.shape,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "floor_us": floor,
+        "us": own.median,
+        "spread_us": own.spread,
+        "samples": list(own.samples),
+        "of_floor": floor / own.median,
+        "target_us": case.target_us,
+        "note": case.note,
+    }
+    if case.peer:
+        peer = time_runs(case.peer)
+        found |= {"peer": case.peer_name, "peer_us": peer.median, "peer_spread_us": peer.spread}
+    return found
