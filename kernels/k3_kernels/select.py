@@ -1,7 +1,7 @@
 """Which implementation an operator runs with here: its Triton kernel or the reference, and why.
 
-Nothing is slow in silence: the choice is a value that `k3 doctor` and the benchmarks print. `K3_KERNELS=reference` turns
-kernels off; `K3_KERNELS=triton` with `TRITON_INTERPRET=1` runs them on a CPU, slowly, for tests.
+Nothing is slow in silence: the choice is a value that `k3 doctor` and the benchmarks print. `K3_KERNELS=reference`
+turns kernels off; `K3_KERNELS=triton` with `TRITON_INTERPRET=1` runs them on a CPU, slowly, for tests.
 """
 
 from __future__ import annotations

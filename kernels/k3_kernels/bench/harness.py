@@ -1,7 +1,7 @@
 """Timing of operators on a CUDA device: captured graphs, cold L2, medians, peer and kernel in one run.
 
 A case owns several sets of inputs, together larger than the L2, and the graph walks through all of them: no replay
-finds its inputs in the cache. Bytes and operations are counted by the case, from its shapes; the ceilings are measured here.
+finds its inputs in the cache. Bytes and operations are counted by the case, from its shapes; ceilings are measured.
 """
 
 from __future__ import annotations
