@@ -22,6 +22,9 @@ from k3cli.errors import UsageError
 NANO = Path(__file__).parent / "assets" / "k3-nano"
 """The model that ships with the package, used when no other is configured."""
 
+K3_SHAPE = Path(__file__).parent / "assets" / "k3-shape"
+"""Kimi K3's configuration without weights: what `k3 plan k3` and `k3 bench --slice` measure against."""
+
 ENV_ONLY = {
     "K3_HOME": "folder of sessions, history and config.toml",
     "K3_CACHE": "folder of recomputable files (weights digests)",

@@ -28,6 +28,7 @@ from k3cli.commands import (
     log,
     ls,
     mark,
+    plan,
     rename,
     repair,
     replay,
@@ -69,6 +70,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "repair": (repair, "Set damaged data aside and fall back to what is whole."),
     "gc": (gc, "Remove what no session needs."),
     "du": (du, "Show what sessions take on disk."),
+    "plan": (plan, "Show what weights and sessions weigh, and whether they fit a machine."),
     "doctor": (doctor, "Show the machine, what was chosen and why, and what fits."),
     "completion": (completion, "Print a shell completion script."),
 }

@@ -1,0 +1,111 @@
+"""The parallel plan: which rank of a tensor-parallel world holds which slice of every tensor.
+
+One place says it; the loader, sizing and tests read it here. Attention is split by heads, gated MLPs by columns and
+rows, routed experts by intermediate width in groups of 32 columns (by expert where the width doesn't divide), embedding
+and head by vocabulary (rows of zeros pad the last rank). MLA latents, the router, both latent projections of the
+experts, norms and mixing queries are on every rank: a mixture layer then needs one reduction, of the routed latent and
+the shared output side by side, before the latent's norm; an attention layer needs one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from k3cli.errors import UsageError
+from k3cli.model.config import ModelConfig
+
+Axis = Literal["rows", "columns", "all"]
+GROUP = 32
+"""Columns that share one MXFP4 scale; a cut inside a group is impossible."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a tensor: elements [start, stop) along `axis`; axis None: everything.
+
+    start = stop: the rank holds nothing. Offsets count the tensor's own elements, packed bytes and scales included.
+    """
+
+    axis: int | None
+    start: int = 0
+    stop: int = 0
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the part of a tensor of shape `whole`."""
+        if self.axis is None:
+            return whole
+        return (*whole[: self.axis], self.stop - self.start, *whole[self.axis + 1 :])
+
+
+RULES: dict[Axis, tuple[str, ...]] = {
+    "rows": (
+        *("embed_tokens.weight", "lm_head.weight"),
+        *(f"self_attn.{name}_proj.weight" for name in ("q", "k", "v", "g", "q_b", "kv_b", "f_b", "g_b", "b")),
+        *("_conv1d.weight", "A_log", "dt_bias"),
+        *("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        *("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"),
+    ),
+    "columns": ("self_attn.o_proj.weight", "mlp.down_proj.weight", "shared_experts.down_proj.weight"),
+}
+"""Endings of names, by the axis they are cut along; whatever ends otherwise is on every rank."""
+PADDED = ("embed_tokens.weight", "lm_head.weight")
+
+
+def worlds(config: ModelConfig, most: int = 64) -> tuple[int, ...]:
+    """World sizes this model can be split into, ascending."""
+    common = config.intermediate if not all(config.moe_layers) else 0
+    if config.kda_layers:
+        common = gcd(common, config.kda.heads)
+    if config.mla_layers:
+        common = gcd(common, config.mla.heads)
+    if config.moe is not None:
+        common = gcd(common, config.moe.experts)
+        common = gcd(common, config.moe.shared)
+    return tuple(size for size in range(1, most + 1) if common % size == 0)
+
+
+def check_world(config: ModelConfig, world: int) -> None:
+    """UsageError, with the sizes that work, when the model can't be split into `world` equal parts."""
+    valid = worlds(config)
+    if world not in valid:
+        raise UsageError(f"{world} GPUs", f"a number that divides heads and experts: {', '.join(map(str, valid))}")
+
+
+def experts_by_width(config: ModelConfig, world: int) -> bool:
+    """Whether every rank holds a slice of every routed expert, rather than whole experts."""
+    assert config.moe is not None
+    return config.moe.intermediate % (world * GROUP) == 0
+
+
+def part(config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, world: int) -> Part:
+    """The slice of checkpoint tensor `name` (text prefix removed) of shape `shape` that `rank` of `world` holds."""
+    if world == 1:
+        return Part(None)
+    if ".experts." in name:
+        return _expert(config, name, shape, rank, world)
+    rule = _rule(name)
+    if rule == "all":
+        return Part(None)
+    axis = 1 if rule == "columns" else 0
+    size = shape[axis]
+    each = -(-size // world)
+    assert size % world == 0 or name.endswith(PADDED), (name, shape, world)
+    return Part(axis, min(rank * each, size), min((rank + 1) * each, size))
+
+
+def _rule(name: str) -> Axis:
+    return next((axis for axis, endings in RULES.items() if name.endswith(endings)), "all")
+
+
+def _expert(config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, world: int) -> Part:
+    """w1 and w3 give up rows, w2 columns (packed: bytes of two, scales: one for 32), or whole experts have owners."""
+    assert config.moe is not None
+    if experts_by_width(config, world):
+        axis = 1 if ".w2." in name else 0
+        each = shape[axis] // world
+        return Part(axis, rank * each, (rank + 1) * each)
+    number = int(name.split(".experts.")[1].split(".")[0])
+    per_rank = config.moe.experts // world
+    return Part(None) if number // per_rank == rank else Part(0, 0, 0)

@@ -1,0 +1,158 @@
+"""What a model of a given configuration weighs: weights by component, state by position, work space of a step.
+
+Arithmetic on shapes: nothing is loaded or allocated. Bytes throughout; GB means 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from k3cli.model.blocks import Alloc, LayerWeights, Sinks
+from k3cli.model.checkpoint import KEPT_FP32
+from k3cli.model.config import ModelConfig
+from k3cli.model.parallel import part
+
+COMPONENTS = (
+    "routed experts",
+    "KDA attention",
+    "MLA attention",
+    "shared experts",
+    "expert latents",
+    "router",
+    "dense MLP",
+    "norms and mixing",
+    "embedding",
+    "head",
+)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One component. disk: bytes in a checkpoint, loaded: bytes in memory, ranks: loaded bytes on each rank."""
+
+    name: str
+    disk: int
+    loaded: int
+    ranks: tuple[int, ...]
+
+
+def weigh(config: ModelConfig, dtype: torch.dtype, world: int = 1) -> list[Weighed]:
+    """Weights by component, those the model has, for compute type `dtype` split over `world` ranks."""
+    disk: Counter[str] = Counter()
+    loaded: Counter[str] = Counter()
+    ranks: list[Counter[str]] = [Counter() for _ in range(world)]
+    stored = torch.bfloat16.itemsize if config.stored_dtype == "bfloat16" else torch.float32.itemsize
+    for count, kind, name, shape, itemsize in _tensors(config, dtype):
+        what = _component(kind, name)
+        size = itemsize
+        if not name.endswith(("weight_packed", "weight_scale")) and ".experts." not in name:
+            size = 4 if name.endswith(KEPT_FP32) else stored
+        disk[what] += count * math.prod(shape) * size
+        # Absorbed decoding keeps the two halves of kv_b apart as well.
+        copies = 2 if name.endswith("kv_b_proj.weight") else 1
+        loaded[what] += count * copies * math.prod(shape) * itemsize
+        for rank in range(world):
+            held = part(config, name, shape, rank, world).shape(shape)
+            ranks[rank][what] += count * copies * math.prod(held) * itemsize
+    return [Weighed(c, disk[c], loaded[c], tuple(rank[c] for rank in ranks)) for c in COMPONENTS if loaded[c]]
+
+
+def _tensors(config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[int, str, str, tuple[int, ...], int]]:
+    """(how often, layer kind, name, shape, bytes per element); layers of one kind are looked at once."""
+    alloc = Alloc(torch.device("meta"), dtype)
+    width, item = config.hidden, dtype.itemsize
+    yield 1, "", "model.embed_tokens.weight", (config.vocab, width), item
+    yield 1, "", "lm_head.weight", (config.vocab, width), item
+    yield 1, "", "model.norm.weight", (width,), item
+    if config.attn_res_block is not None:
+        for name in ("norm", "proj"):
+            yield 1, "", f"model.output_attn_res_{name}.weight", (width,), 4
+    kinds = Counter(zip(config.layers, config.moe_layers, strict=True))
+    for (kind, mixture), count in kinds.items():
+        index = next(
+            i for i, pair in enumerate(zip(config.layers, config.moe_layers, strict=True)) if pair == (kind, mixture)
+        )
+        sinks: Sinks = LayerWeights(config, index, alloc).sinks()
+        for name, sink in sinks.items():
+            yield count, kind, f"model.layers.{index}.{name}", tuple(sink.shape), sink.itemsize
+
+
+def _component(kind: str, name: str) -> str:
+    if "embed_tokens" in name:
+        return "embedding"
+    if "lm_head" in name:
+        return "head"
+    if ".self_attn." in name:
+        return "KDA attention" if kind == "kda" else "MLA attention"
+    if ".block_sparse_moe." in name:
+        for word, what in (
+            (".experts.", "routed experts"),
+            (".shared_experts.", "shared experts"),
+            (".gate.", "router"),
+        ):
+            if word in name:
+                return what
+        return "expert latents"
+    return "dense MLP" if ".mlp." in name else "norms and mixing"
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """Bytes of one sequence's state.
+
+    recurrent: of all KDA layers; conv: their convolution windows; row: MLA latents of one token, all MLA layers.
+    """
+
+    recurrent: int
+    conv: int
+    row: int
+
+    @property
+    def checkpoint(self) -> int:
+        """One KDA checkpoint: recurrent state and convolution windows."""
+        return self.recurrent + self.conv
+
+    def session(self, tokens: int) -> int:
+        """MLA pages of `tokens` positions and one checkpoint."""
+        return tokens * self.row + self.checkpoint
+
+
+def state_size(
+    config: ModelConfig, dtype: torch.dtype, recurrent: torch.dtype = torch.float32, world: int = 1
+) -> StateSize:
+    """State of a sequence on one rank: KDA heads are split, latents are on every rank. Only MLA layers have latents."""
+    n_kda, n_mla, kda = len(config.kda_layers), len(config.mla_layers), config.kda
+    heads = kda.heads // world
+    return StateSize(
+        recurrent=n_kda * heads * kda.head_dim**2 * recurrent.itemsize,
+        conv=n_kda * (kda.conv_width - 1) * 3 * heads * kda.head_dim * dtype.itemsize,
+        row=n_mla * config.mla.row * dtype.itemsize,
+    )
+
+
+def workspace(config: ModelConfig, dtype: torch.dtype, rows: int, world: int = 1) -> int:
+    """Bytes one step of `rows` tokens needs beside weights and state: the widest layer's intermediates, and logits."""
+    width, item = config.hidden, dtype.itemsize
+    blocks = 0 if config.attn_res_block is None else -(-len(config.layers) // config.attn_res_block)
+    residual = (blocks + 4) * width * item
+    widest = 0
+    if config.kda_layers:
+        heads = config.kda.width // world
+        widest = max(widest, 5 * heads * item + 6 * heads * 4)
+    if config.mla_layers:
+        mla, heads = config.mla, config.mla.heads // world
+        row = mla.nope_dim + mla.pe_dim + mla.v_dim
+        # Queries, keys and values of the chunk, and of one page of the past, expanded.
+        widest = max(widest, heads * (row * 2 * item + row * item + mla.v_dim * 4))
+    if config.moe is not None:
+        moe = config.moe
+        inner = moe.latent or width
+        routed = moe.top_k * (inner * (item + 4) + 3 * moe.intermediate * item // world)
+        widest = max(widest, routed + 3 * moe.shared // world * item + moe.experts * 8)
+    widest = max(widest, 3 * config.intermediate // world * item)
+    return rows * (residual + widest) + min(rows, 8) * config.vocab // world * (item + 4)

@@ -1,0 +1,80 @@
+"""`k3 plan`: figures, verdicts, and the nearest plan that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+BIG = ("--ram", "2T", "--disk", "4T", "--disk-rate", "5GB")
+
+
+def test_k3_on_eight_b300(k3: Run):
+    found = k3("plan", "k3", "--gpus", "8xB300", *BIG, "-c", "128000", "-c", "1000000", "--json")
+    assert found.code == 0
+    contexts = {event["tokens"]: event for event in found.events if event["type"] == "context"}
+    assert sorted(contexts) == [128_000, 1_000_000]
+    million = contexts[1_000_000]
+    assert round((million["mla"] + million["recurrent_bf16"]) / 1e9, 2) == 27.87
+    assert million["session"] == million["mla"] + million["recurrent_fp32"] + million["conv"]
+    assert million["stored_sessions"] == 4 * 10**12 // million["stored"]
+    assert million["restore_seconds"] == pytest.approx(million["session"] / 5e9)
+    assert million["live"] == 2
+    assert found.one("verdict")["fits"] is True
+
+
+def test_no_is_exit_4_with_a_plan_that_fits(k3: Run):
+    """The options of the answer are tried: they must fit."""
+    asked = ("plan", "k3", "--gpus", "8xB300", *BIG, "--sessions", "3", "-c", "1m")
+    refused = k3(*asked)
+    assert refused.code == 4
+    assert "live state takes" in refused.err
+    nearest = refused.err.split("nearest that fits: ")[1].split()
+    context = nearest[nearest.index("--context") + 1]
+    assert 512 * 1024 < int(context) < 1 << 20
+    assert k3(*asked[:-2], *nearest).code == 0
+    longer = str(int(context) + 512)
+    assert k3(*asked[:-2], *[longer if word == context else word for word in nearest]).code == 4
+
+
+def test_more_gpus_are_proposed_when_the_weights_do_not_fit(k3: Run):
+    refused = k3("plan", "k3", "--gpus", "8xH200", *BIG)
+    assert refused.code == 4
+    assert "weights and work space exceed each of 8 x H200" in refused.err
+    assert "nearest that fits: --gpus 16xH200" in refused.err
+
+
+def test_disk_counts_and_fewer_checkpoints_are_tried_first(k3: Run):
+    refused = k3("plan", "k3", "--gpus", "8xB300", "--ram", "2T", "--disk", "33GB", "-c", "1m")
+    assert refused.code == 4
+    assert "on disk, 33.0 GB are there" in refused.err
+    assert "nearest that fits: --checkpoints 8" in refused.err
+
+
+def test_the_shipped_model_on_this_machine(k3: Run):
+    found = k3("plan", "--gpus", "0")
+    assert found.code == 0
+    assert "yes: 1 session of 131,072 tokens" in found.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("k3", "--gpus", "3xB300"), "1, 2, 4, 8, 16, 32"),
+        (("k3", "--gpus", "8xB999"), "B300"),
+        (("k3", "-c", "many"), "128000, 32k or 1m"),
+        (("k3", "-c", "2m"), "1,048,576"),
+        (("--ram", "lots"), "--ram"),
+    ],
+)
+def test_bad_words_are_usage_errors(k3: Run, arguments: tuple[str, ...], words: str):
+    refused = k3("plan", *arguments)
+    assert refused.code == 2
+    assert words in refused.err
+    assert refused.err.count("\n") == 1
+
+
+def test_a_missing_model_is_exit_3(k3: Run, tmp_path: Any):
+    assert k3("plan", str(tmp_path / "config.json")).code == 3

@@ -1,0 +1,109 @@
+"""Sizes of weights and state against the published arithmetic of K3, and against what is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from k3cli.config import K3_SHAPE, NANO
+from k3cli.errors import UsageError
+from k3cli.model.config import ModelConfig
+from k3cli.model.machine import GPUS, parse_gpus, read_rate
+from k3cli.model.sizing import state_size, weigh
+from k3cli.model.weights import load_model
+
+K3 = ModelConfig.from_dir(K3_SHAPE)
+BF16 = torch.bfloat16
+# Bytes of the public checkpoint, by component; A_log is stored with 32 zeros behind 96 values in each of 69 layers.
+PUBLISHED = {
+    "routed experts": 1_446_456_066_048,
+    "KDA attention": 61_258_257_408 - 69 * 32 * 4,
+    "MLA attention": 11_145_412_608,
+    "shared experts": 24_310_185_984,
+    "expert latents": 9_454_620_672,
+    "router": 1_182_074_880,
+    "dense MLP": 1_453_326_336,
+    "norms and mixing": 5_361_664 + 2_680_832,
+    "embedding": 2_348_810_240,
+    "head": 2_348_810_240,
+}
+
+
+def test_weights_of_k3_are_those_of_its_checkpoint():
+    assert {entry.name: entry.disk for entry in weigh(K3, BF16)} == PUBLISHED
+
+
+def test_state_of_k3_is_the_published_arithmetic():
+    """Decimal GB. An all-attention stack of the same depth would need 13.71 and 107.14."""
+    state = state_size(K3, BF16, BF16)
+    gigabytes = {tokens: round((tokens * state.row + state.recurrent) / 1e9, 2) for tokens in (128_000, 1_000_000)}
+    assert gigabytes == {128_000: 3.76, 1_000_000: 27.87}
+    assert round(50 * state.recurrent / 1e9, 2) == 10.85
+    assert round((1_000_000 * state.row + 51 * state.recurrent) / 1e9, 2) == 38.72
+    assert state_size(K3, BF16).recurrent == 434_110_464
+    assert state.conv == 15_261_696
+    attention_only = state_size(dataclasses.replace(K3, layers=("mla",) * 93), BF16)
+    assert round(attention_only.session(128_000) / 1e9, 2) == 13.71
+    assert round(attention_only.session(1_000_000) / 1e9, 2) == 107.14
+
+
+def test_a_rank_holds_its_heads_and_all_latents():
+    whole, rank = state_size(K3, BF16), state_size(K3, BF16, world=8)
+    assert (rank.recurrent * 8, rank.conv * 8, rank.row) == (whole.recurrent, whole.conv, whole.row)
+
+
+def test_loaded_bytes_are_those_allocated():
+    """Every tensor the loaded nano model owns, absorbed copies included."""
+    model = load_model(NANO).model
+    owned: dict[int, int] = {}
+
+    def visit(thing: object) -> None:
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            owned[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, tuple | list):
+            for item in thing:
+                visit(item)
+        elif hasattr(thing, "__dict__"):
+            for item in vars(thing).values():
+                visit(item)
+
+    visit(model.weights)
+    planned = sum(entry.loaded for entry in weigh(ModelConfig.from_dir(NANO), torch.float32))
+    assert sum(owned.values()) == pytest.approx(planned, rel=0.005)
+
+
+def test_state_bytes_are_those_of_a_state():
+    model = load_model(NANO).model
+    size = state_size(ModelConfig.from_dir(NANO), torch.float32)
+    fields = {field.name: field for field in model.state_layout().fields}
+    held = model.new_state().checkpoint()
+    assert held["recurrent"].nbytes == size.recurrent
+    assert sum(held[name].nbytes for name in ("conv_q", "conv_k", "conv_v")) == size.conv
+    layers = len(fields["kv_latent"].layers)
+    assert 4 * layers * (fields["kv_latent"].shape[0] + fields["k_pe"].shape[0]) == size.row
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("8xB300", ("B300", 8)), ("h200", ("H200", 1)), ("2 x 96GB", ("96GB", 2)), ("4*H100", ("H100", 4))],
+)
+def test_gpus_in_words(text: str, expected: tuple[str, int]):
+    name, count, memory = parse_gpus(text)
+    assert (name, count) == expected
+    assert memory == (GPUS[name] * 10**6 if name in GPUS else 96 * 10**9)
+
+
+@pytest.mark.parametrize("text", ["8xX300", "two", "0xB300", "3x", "96", "8xB300,2xH200", ""])
+def test_gpus_nobody_knows_are_refused_with_the_kinds(text: str):
+    with pytest.raises(UsageError, match="--gpus"):
+        parse_gpus(text)
+
+
+def test_read_rate_needs_a_file_worth_reading(tmp_path: Path):
+    (tmp_path / "small").write_bytes(b"x" * 1000)
+    assert read_rate(tmp_path / "small") is None
+    assert read_rate(tmp_path / "absent") is None
