@@ -141,15 +141,32 @@ def experts_grouped(z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, a
 
 
 def experts_window(
-    z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, act: Activation, rows: Sequence[int]
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    act: Activation,
+    cursor: Tensor | Sequence[int],
+    n: int | None = None,
 ) -> Tensor:
-    """The same for a decode window of W rows of which only `rows` count.
+    """The same for a decode window of W rows of which n count: those of the positions cursor[0] + 0 .. n-1, each in
+    slot `position mod W`.
 
+    z [W, L], ids [W, k] int64, weights [W, k] fp32, cursor int64 [4] on z's device; idle slots may hold anything.
     Every row goes through its own k experts alone, with the same shapes and the same order of sums whatever the other
-    rows choose; only the dequantisation of shared experts is done once. Returns [W, L] in z's dtype, rows that don't
-    count are zero.
+    rows choose; only the dequantisation of shared experts is done once (on a CPU: elsewhere it would have to wait for
+    the device). Returns [W, L] in z's dtype, idle rows are zero.
     """
-    k = ids.shape[1]
+    W, k = ids.shape
+    if isinstance(cursor, Tensor):
+        assert n is not None
+        assert 0 <= n <= W, (n, W)
+        slots = (cursor[0] + torch.arange(n, device=cursor.device)) % W
+        if z.device.type != "cpu":
+            return _rows_on_device(z, ids, weights, experts, act, slots)
+        rows: Sequence[int] = slots.tolist()
+    else:  # the rows themselves
+        rows = cursor
     total = torch.zeros_like(z)
     group = max(1, experts.at_once(z.dtype) // k)
     for first in range(0, len(rows), group):
@@ -162,7 +179,24 @@ def experts_window(
             w13, w2 = experts.matrices(used, z.dtype)
         for i, row in enumerate(members):
             mine = (w13, w2) if local is None else (w13.index_select(0, local[i]), w2.index_select(0, local[i]))
-            gate, up = torch.mv(mine[0].flatten(0, 1), z[row]).view(k, -1).chunk(2, dim=-1)
-            outputs = torch.bmm(mine[1], act(gate, up).unsqueeze(-1)).view(k, -1)
-            total[row] = torch.mv(outputs.float().t(), weights[row])
+            total[row] = _row(z[row], weights[row], *mine, act)
     return total
+
+
+def _rows_on_device(
+    z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, act: Activation, slots: Tensor
+) -> Tensor:
+    """Row by row with indices that stay on the device, so that a graph can capture it."""
+    total = torch.zeros_like(z)
+    for slot in slots.unsqueeze(-1):  # [1] each
+        mine = experts.matrices(ids.index_select(0, slot)[0], z.dtype)
+        row = _row(z.index_select(0, slot)[0], weights.index_select(0, slot)[0], *mine, act)
+        total.index_copy_(0, slot, row.unsqueeze(0))
+    return total
+
+
+def _row(z: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, act: Activation) -> Tensor:
+    """One token [L] through its own experts (w13 [k, 2F, L], w2 [k, L, F]) -> [L] in z's dtype."""
+    gate, up = torch.mv(w13.flatten(0, 1), z).view(w13.shape[0], -1).chunk(2, dim=-1)
+    outputs = torch.bmm(w2, act(gate, up).unsqueeze(-1)).squeeze(-1)
+    return torch.mv(outputs.float().t(), weights).to(z.dtype)
