@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from k3_sessions.errors import StoreError
-
 from k3cli.engine import events as ev
 from k3cli.engine import record
 from k3cli.engine.answer import Answer, check_turn, render_prompt
-from k3cli.engine.opening import Emit, Mode, Opened, move_notice, open_session, silent
+from k3cli.engine.opening import Emit, Mode, Opened, fork_stored, move_notice, open_session, silent, turn_before
 from k3cli.engine.restore import Restored, restore_turn
 from k3cli.engine.sampling import Sampling
-from k3cli.engine.saving import Saver, save_events
-from k3cli.engine.sharing import SHARED_MARK, start_shared
+from k3cli.engine.saves import Saves
+from k3cli.engine.sharing import start_shared
 from k3cli.engine.timeline import Cancel, Timeline, never, room_for_answer
 from k3cli.engine.transcript import transcript
 from k3cli.errors import K3Error, SessionError
@@ -30,13 +28,12 @@ __all__ = ["Conversation", "Emit", "Mode", "silent"]
 
 
 class Conversation:
-    """Open one with `Conversation.open`; use it as a context manager, or call `close`.
+    """Open one with `Conversation.open`; use it as a context manager, or call `close`. For one thread at a time.
 
-    name: session name, None for an ephemeral fork. head: the fixed part. turn_id: newest turn that is durable, None
-    before the first.
+    name: session name, None for an ephemeral fork. head: the fixed part. turn_id: newest turn that is known to be
+    durable, None before the first; a save that ends meanwhile is known with the next call.
     """
 
-    turn_id: str | None
     _timeline: Timeline
     _plan: RestorePlan | None
     _replayed: int
@@ -50,8 +47,7 @@ class Conversation:
         self.name = opened.name
         self.head = opened.head
         self._store = store
-        self._saver = opened.saver
-        self._last: Timeline | None = None
+        self._saves = Saves(opened.saver, opened.name)
         self._abandoned = ""
         self._busy = False
         self._adopt(opened.restored, opened.context)
@@ -113,9 +109,18 @@ class Conversation:
         return found
 
     @property
+    def turn_id(self) -> str | None:
+        return self._saves.turn_id
+
+    @property
     def queued(self) -> int:
-        """Turns that live in memory only because saving failed."""
-        return 0 if self._saver is None else self._saver.queued
+        """Turns that live in memory only because saving failed. One that is being saved counts when that has failed."""
+        return self._saves.queued
+
+    @property
+    def saving(self) -> bool:
+        """A turn is on its way to the disk: not durable yet."""
+        return self._saves.running
 
     def turn(
         self,
@@ -126,6 +131,7 @@ class Conversation:
         tool_choice: str | None = None,
         response_format: Mapping[str, Any] | None = None,
         cancel: Cancel = never,
+        wait: bool = True,
     ) -> Iterator[ev.Event]:
         """Run one turn: render only `messages`, evaluate, answer, save. Yields events as they happen, `Done` last.
 
@@ -134,6 +140,8 @@ class Conversation:
         made, no room in the context. A cancel between any two tokens ends the answer; what was said is saved and
         marked. Closing the iterator early counts as a cancel. When saving fails, `Notice` and `NotSaved` say so, the
         conversation goes on in memory, and the next successful save contains every turn.
+        wait: False ends the iterator as soon as the save has begun, behind the next turn. `Saved` and `Done` come from
+        `settle`, or during the prefill of the next turn; that turn's own save waits for this one.
         """
         if self._busy:
             raise K3Error("a turn of this conversation is still running", "one turn at a time", "finish or close it")
@@ -154,7 +162,7 @@ class Conversation:
         first = not self._timeline.tokens
         ids = [*self._close, *render_prompt(self.engine.renderer, self.head, first, given, context)]
         room = room_for_answer(len(self._timeline.tokens), len(ids), self._timeline.limit)
-        return self._run(ids, given, resolved, room, context, cancel)
+        return self._run(ids, given, resolved, room, context, cancel, wait)
 
     def _run(
         self,
@@ -164,11 +172,12 @@ class Conversation:
         room: int,
         context: RenderContext,
         cancel: Cancel,
+        wait: bool,
     ) -> Iterator[ev.Event]:
         if self._busy or len(self._timeline.tokens) + len(ids) + room != self._timeline.limit:
             raise K3Error("the conversation went on since this turn was asked for", "turns run in the order asked")
         self._busy = True
-        fresh = not self._timeline.tokens and self._saver is not None
+        fresh = not self._timeline.tokens and self._saves.saver is not None
         answer: Answer | None = None
         try:
             keep_at = 0
@@ -188,99 +197,72 @@ class Conversation:
                 keep_at=keep_at,
                 replayed=self._replayed,
             )
-            yield from answer.run(room, cancel)
+            for event in answer.run(room, cancel):
+                yield event
+                if isinstance(event, (ev.Prompt, ev.Progress)):  # never in the middle of an answer
+                    yield from self._saves.told()
             yield from answer.closing_events()
         except GeneratorExit:
             # The reader went away between two steps: a cancel like any other, but there is nobody to tell.
             if answer is not None and answer.begun:
                 if not answer.stop:
                     answer.finish("cancelled")
-                self._conclude(answer)
+                self._conclude(answer, wait)
             elif fresh:
                 self._timeline, self._plan = self.engine.timeline(), None
             self._busy = False
+            if wait:
+                self._saves.forget()
             raise
         except BaseException as error:
             self._abandoned = f"{type(error).__name__}: {error}"
             self._busy = False
             raise
         try:
-            told = self._conclude(answer)
+            self._conclude(answer, wait)
         finally:
             self._busy = False
-        yield from told
+        yield from self._saves.told()
 
-    def _conclude(self, answer: Answer) -> list[ev.Event]:
-        """Save the turn and take note of it; what there is to tell."""
-        timeline = self._timeline
+    def _conclude(self, answer: Answer, wait: bool) -> None:
+        """Take note of the turn and begin to save it; wait: until it is durable or refused."""
         self._context, self._close, self._calls = answer.context, answer.close, answer.calls
         self._replayed = 0
-        told: list[ev.Event] = []
-        saved = False
-        if self._saver is None:
-            self._last = timeline.fork()
-            told.append(ev.NotSaved("ephemeral", **answer.counts, queued=0))
-        else:
-            assert self.name is not None
-            drafts = answer.drafts(self._plan, timeline.snapshot())
-            self._plan = None
-            result = self._saver.save(drafts)
-            saved = result.report is not None
-            if result.report is not None:
-                self._last = None
-                self.turn_id = result.report.turn.id
-                if len(drafts) > 1 and result.report.turn.parent is not None:
-                    told += self._keep_shared(result.report.turn.parent)
-            else:
-                self._last = timeline.fork()
-            told += save_events(result, self.name, answer.counts, self.queued)
-        turn = self.turn_id if saved else None
-        told.append(ev.Done(answer.stop, turn, saved, answer.prefill_rate, answer.decode_rate))
-        return told
+        done = ev.Done(answer.stop, None, False, answer.prefill_rate, answer.decode_rate)
+        drafts = answer.drafts(self._plan, self._timeline.snapshot())
+        self._plan = None
+        self._saves.begin(drafts, self._timeline.fork(), answer.counts, done)
+        if wait:
+            self._saves.take()
 
-    def _keep_shared(self, turn_id: str) -> list[ev.Event]:
-        try:
-            self._store.mark(self.name, turn_id, SHARED_MARK)
-        except StoreError as error:
-            return [ev.Notice("store", f"the shared prefix could not be marked to stay ({error})")]
-        return []
+    def settle(self, timeout: float | None = None) -> list[ev.Event]:
+        """Wait for the save under way, `timeout` seconds at most; what there is to tell: `Saved` or `NotSaved`, `Done`.
+
+        [] when nothing ended since it was asked last. An error that is no refusal of the store is raised.
+        """
+        return list(self._saves.told(timeout))
 
     def save(self) -> Iterator[ev.Event]:
         """Try again to save the turns that are queued in memory. Nothing happens when none are."""
-        if self._saver is None or not self._saver.queued:
-            return
-        assert self.name is not None
-        result = self._saver.retry()
-        if result.report is not None:
-            self._last = None
-            self.turn_id = result.report.turn.id
-        none = dict.fromkeys(("reused", "replayed", "prefilled", "generated"), 0)
-        yield from save_events(result, self.name, none, self.queued)
+        yield from self._saves.told(None)
+        self._saves.retry()
+        yield from self._saves.told(None)
 
     def fork(self, new: str | None) -> Conversation:
         """A conversation that goes on from here independently, sharing state in memory: session `new`, or ephemeral.
 
         SessionError while turns wait to be saved, since a stored fork can only share what is stored.
         """
+        if new is not None:
+            self._saves.take()
         self._recover()
-        if new is not None and self.queued:
-            raise SessionError(
-                f"{self.queued} turns of {self.name} are in memory only", "a saved session", "save it first, then fork"
-            )
-        turn = None if self.turn_id is None else self._store.turn(self.turn_id)
         saver, plan = None, None
         if new is not None:
-            if turn is None:
-                raise SessionError(
-                    f"session {self.name} has no turn yet", "a turn to fork from", "send a message first"
-                )
-            if self._saver is None:
+            self._all_saved("fork")
+            if self._saves.saver is None:
                 raise SessionError("an ephemeral fork is not on disk", "a saved session", "fork the saved one")
-            self._store.fork(self.name, new, at=turn.id)
-            saver = Saver(
-                self._store.writer(new, create=False, identity=self.engine.identity, layout=self.engine.layout)
-            )
-            plan = self._store.plan(turn.id, self.engine.identity, self.engine.layout)
+            saver, plan = fork_stored(self.engine, self._store, self.name, new, self.turn_id)
+        turn = None if self.turn_id is None else self._store.turn(self.turn_id)
         restored = Restored(self._timeline.fork(), turn, plan, self._timeline.position, 0)
         how = "ephemeral" if new is None else "forked"
         child = Conversation(
@@ -288,30 +270,30 @@ class Conversation:
         )
         child._close, child._calls = list(self._close), list(self._calls)
         if saver is None:
-            child._last = child._timeline.fork()
+            child._saves.last = child._timeline.fork()
         return child
 
     def undo(self, *, emit: Emit = silent, cancel: Cancel = never) -> str | None:
         """Go back to the turn before the newest; returns its id. The session moves there with the next saved turn."""
-        if self._saver is None:
+        if self._saves.saver is None:
             raise SessionError("an ephemeral fork keeps no turns", "a saved session")
-        if self.queued:
-            raise SessionError(f"{self.queued} turns are in memory only", "a saved session", "save it first, then undo")
-        if self.turn_id is None:
-            raise SessionError(f"session {self.name} has no turn yet", "a turn to undo")
-        parent = self._store.turn(self.turn_id).parent
-        if parent is not None and self._store.turn(parent).meta.get("kind") == "prompt":
-            parent = self._store.turn(parent).parent
-        if parent is None:
-            raise SessionError(
-                f"session {self.name} has one turn only", "an earlier turn to go back to", "start a new session"
-            )
         assert self.name is not None
+        self._saves.take()
+        self._all_saved("undo")
+        parent = turn_before(self._store, self.name, self.turn_id)
         restored = restore_turn(self.engine, self._store, parent, require_cached=False, emit=emit, cancel=cancel)
         emit(move_notice(self.name, parent))
-        self._saver.move_to = parent
+        self._saves.saver.move_to = parent
         self._adopt(restored, record.context_after(self._store.turn(parent)))
         return self.turn_id
+
+    def _all_saved(self, what: str) -> None:
+        if self.queued:
+            raise SessionError(
+                f"{self.queued} turns of {self.name} are in memory only",
+                "a saved session",
+                f"save it first, then {what}",
+            )
 
     def open_calls(self) -> list[dict[str, Any]]:
         """Tool calls of the last answer that still wait for a result: `id`, `name`, `arguments`, `index`."""
@@ -322,7 +304,8 @@ class Conversation:
         return transcript(self.engine.renderer, self._timeline.tokens)
 
     def info(self) -> dict[str, Any]:
-        """Name, head, turn, tokens, position, pending, context limit, queued turns, for `/info` and --json."""
+        """Name, head, turn, tokens, position, pending, context limit, turns not on disk, for `/info` and --json."""
+        self._saves.take(0)
         timeline = self._timeline
         return {
             "session": self.name,
@@ -333,6 +316,7 @@ class Conversation:
             "pending": len(timeline.pending),
             "context_limit": timeline.limit,
             "queued": self.queued,
+            "saving": self.saving,
             "thinking": self.head.thinking,
             "effort": self.head.effort,
             "system": self.head.system is not None,
@@ -340,25 +324,27 @@ class Conversation:
             "seed": self.head.seed,
         }
 
-    def close(self) -> None:
-        """Release the session lock and the state. Queued turns that could not be saved are lost; `queued` tells."""
-        if self._saver is not None:
-            self._saver.close()
+    def close(self, *, wait: bool = True) -> None:
+        """Release the session lock and the state, after the save under way; use `settle` before to learn how it ended.
+
+        Queued turns that could not be saved are lost; `queued` tells. wait: False is for a process that ends at once:
+        the turn being saved is then there or not, as after a crash.
+        """
         self._timeline.close()
-        self._last = None
+        self._saves.close(wait=wait)
 
     def __enter__(self) -> Conversation:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self.close(wait=kind is None or issubclass(kind, Exception))
 
     def _recover(self) -> None:
         """After a turn that failed half way: back to the state of the last whole turn, wherever that is."""
         if not self._abandoned:
             return
-        if self._last is not None:
-            self._timeline = self._last.fork()
+        if self._saves.last is not None:
+            self._timeline = self._saves.last.fork()
         elif self.turn_id is not None:
             again = restore_turn(
                 self.engine, self._store, self.turn_id, require_cached=False, emit=silent, cancel=never
@@ -374,7 +360,7 @@ class Conversation:
         self._plan = restored.plan
         self._replayed = restored.replayed
         self._context = context
-        self.turn_id = None if turn is None else turn.id
+        self._saves.turn_id = None if turn is None else turn.id
         self._close = record.close_ids(turn)
         # All calls of the recorded answer; how many of them are answered is in the context.
         self._calls = [] if turn is None else list(turn.meta.get("calls") or [])

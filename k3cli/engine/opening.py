@@ -15,6 +15,8 @@ from k3cli.engine.timeline import Cancel
 from k3cli.errors import SessionError, UsageError
 
 if TYPE_CHECKING:
+    from k3_sessions.types import RestorePlan
+
     from k3cli.chat.renderer import RenderContext
     from k3cli.engine.engine import Engine
 
@@ -56,7 +58,7 @@ def create(engine: Engine, store: Any, name: str, asked: Mapping[str, Any] | Non
         layout=engine.layout,
         fixed={"head": head.to_json(), "model": engine.name},
     )
-    return Opened(name, head, Saver(writer), Restored(engine.timeline(), None, None, 0, 0), context, "created")
+    return Opened(name, head, Saver(store, writer), Restored(engine.timeline(), None, None, 0, 0), context, "created")
 
 
 def resume(
@@ -80,7 +82,7 @@ def resume(
         if turn_id != newest and all(turn.id != turn_id for turn in store.log(name)):
             raise SessionError(f"session {name} has no turn {turn_id[:12]}", do=f"`k3 log {name}` lists them")
         restored = restore_turn(engine, store, turn_id, require_cached=require_cached, emit=emit, cancel=cancel)
-        saver = Saver(writer)
+        saver = Saver(store, writer)
         if turn_id != newest:
             saver.move_to = turn_id
             emit(move_notice(name, turn_id))
@@ -112,7 +114,31 @@ def fork(
         return Opened(None, head, None, restored, _context(restored), "ephemeral", name)
     store.fork(name, new, at=turn_id)
     writer = store.writer(new, create=False, identity=engine.identity, layout=engine.layout)
-    return Opened(new, head, Saver(writer), restored, _context(restored), "forked", name)
+    return Opened(new, head, Saver(store, writer), restored, _context(restored), "forked", name)
+
+
+def fork_stored(
+    engine: Engine, store: Any, name: str | None, new: str, turn_id: str | None
+) -> tuple[Saver, RestorePlan]:
+    """Session `new` with the history of the open session `name` up to its newest turn; plan: of the state there."""
+    if turn_id is None:
+        raise SessionError(f"session {name} has no turn yet", "a turn to fork from", "send a message first")
+    store.fork(name, new, at=turn_id)
+    writer = store.writer(new, create=False, identity=engine.identity, layout=engine.layout)
+    return Saver(store, writer), store.plan(turn_id, engine.identity, engine.layout)
+
+
+def turn_before(store: Any, name: str, turn_id: str | None) -> str:
+    """The turn to go back to from turn `turn_id`, the newest of session `name`; never a prompt without its answer."""
+    if turn_id is None:
+        raise SessionError(f"session {name} has no turn yet", "a turn to undo")
+    parent = store.turn(turn_id).parent
+    if parent is not None and store.turn(parent).meta.get("kind") == "prompt":
+        parent = store.turn(parent).parent
+    if parent is None:
+        raise SessionError(f"session {name} has one turn only", "an earlier turn to go back to", "start a new session")
+    found: str = parent
+    return found
 
 
 def open_session(

@@ -74,6 +74,7 @@ class SessionWriter:
         meta: Mapping[str, Any],
     ) -> None:
         self.name = name
+        self.accepted = 0  # turns ever handed over, on disk or not: those that a commit did not refuse
         self._store = store
         self._identity = identity
         self._layout = layout
@@ -160,6 +161,7 @@ class SessionWriter:
         tokens = self._check(draft)
         checkpoint = check_checkpoint(self._layout, source.checkpoint())
         self._waiting.append(_Waiting(draft, tokens, now()))
+        self.accepted += 1
         return self._store_waiting(source, checkpoint)
 
     def flush(self, source: StateSource) -> CommitReport | None:
