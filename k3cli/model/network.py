@@ -245,7 +245,7 @@ class K3Model:
         layer = len(now.latents)
         if now.rows is None:
             now.latents.append(row)
-            out = mla.prefill(q, _blocks(now.state, layer, row), w.kv_b, now.state.position, self._scale)
+            out = mla.prefill_blocks(q, _blocks(now.state, layer, row), w.kv_b, now.state.position, self._scale)
         else:
             timed = row.index_select(0, now.order[: len(now.rows)])
             now.latents.append(timed)
@@ -260,9 +260,9 @@ class K3Model:
         assert now.rows is not None
         size = now.state.page
         first = now.state.position // size + 1
-        out = mla.decode(q, pages[:first], w.w_uk, w.w_uv, now.positions, self._scale)
+        out = mla.decode_blocks(q, pages[:first], w.w_uk, w.w_uv, now.positions, self._scale)
         for count in range(first + 1, len(pages) + 1):
-            later = mla.decode(q, pages[:count], w.w_uk, w.w_uv, now.positions, self._scale)
+            later = mla.decode_blocks(q, pages[:count], w.w_uk, w.w_uv, now.positions, self._scale)
             inside = (now.positions >= (count - 1) * size).view(-1, 1, 1)
             out = torch.where(inside, later, out)
         return out

@@ -121,53 +121,51 @@ def conv_definition(x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 
 def mla_inputs(T: int, dtype: torch.dtype, random: torch.Generator) -> Inputs:
-    """T queries at positions 37 and on, blocks of 50 rows: H = 3, N = 10, P = 6, R = 14, V = 9."""
-    H, N, P, R, V, start = 3, 10, 6, 14, 9, 37
+    """T queries at positions 37 and on, pages of 50 rows in no order: H = 3, N = 10, P = 6, R = 14, V = 9."""
+    H, N, P, R, V, start, page = 3, 10, 6, 14, 9, 37, 50
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random).to(dtype)
 
-    return (
-        draw(T, H, N + P),
-        list(draw(start + T, R + P).split(50)),
-        draw(H, N + V, R) * R**-0.5,
-        start,
-        (N + P) ** -0.5,
-    )
+    table = torch.randperm(-(-(start + T) // page) + 1, generator=random).int()
+    pages = draw(len(table), page, R + P)
+    return draw(T, H, N + P), pages, table, draw(H, N + V, R) * R**-0.5, start, (N + P) ** -0.5
 
 
-def mla_definition(q: Tensor, blocks: Sequence[Tensor], w_kv_b: Tensor, start: int, scale: float) -> Tensor:
+def mla_definition(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int, scale: float) -> Tensor:
     """All keys and values at once, one softmax."""
-    latent, R = _double(torch.cat(list(blocks))), w_kv_b.shape[-1]
+    latent, R = _double(pages[table.long()].flatten(0, 1)[: start + q.shape[0]]), w_kv_b.shape[-1]
     N = q.shape[-1] - (latent.shape[-1] - R)
     expanded = torch.einsum("nr,hor->hno", latent[:, :R], _double(w_kv_b))
     shared = latent[:, R:].expand(expanded.shape[0], -1, -1)
     keys = torch.cat((expanded[..., :N], shared), -1)
     scores = torch.einsum("thd,hnd->htn", _double(q), keys) * scale
-    rows = torch.arange(start, start + q.shape[0])
-    scores = scores.masked_fill(torch.arange(latent.shape[0]) > rows[:, None], float("-inf"))
+    rows = torch.arange(start, start + q.shape[0], device=q.device)
+    scores = scores.masked_fill(torch.arange(latent.shape[0], device=q.device) > rows[:, None], float("-inf"))
     return torch.einsum("htn,hnv->thv", scores.softmax(-1), expanded[..., N:])
 
 
 def decode_inputs(T: int, dtype: torch.dtype, random: torch.Generator) -> Inputs:
-    """T rows at the last positions of three pages of T + 20 rows."""
+    """All T rows of a window live, the first at position 2 pages + 7 of T + 20 rows each."""
     H, N, P, R, V, page = 3, 10, 6, 14, 9, T + 20
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random).to(dtype)
 
-    pages = [draw(page, R + P) for _ in range(3)]
-    positions = torch.arange(T) + 2 * page + 7
-    return draw(T, H, N + P), pages, draw(H, N, R) * R**-0.5, draw(H, V, R) * R**-0.5, positions, (N + P) ** -0.5
+    cursor, table = torch.tensor([2 * page + 7, 0, 0, 0]), torch.tensor([2, 0, 3], dtype=torch.int32)
+    w_uk, w_uv = draw(H, N, R) * R**-0.5, draw(H, V, R) * R**-0.5
+    return draw(T, H, N + P), draw(4, page, R + P), table, w_uk, w_uv, cursor, (N + P) ** -0.5, T
 
 
 def decode_definition(
-    q: Tensor, pages: Sequence[Tensor], w_uk: Tensor, w_uv: Tensor, positions: Tensor, scale: float
+    q: Tensor, pages: Tensor, table: Tensor, w_uk: Tensor, w_uv: Tensor, cursor: Tensor, scale: float, n: int
 ) -> Tensor:
-    """The expanded form."""
-    start = int(positions[0])
-    block = torch.cat(list(pages))[: start + q.shape[0]]
-    return mla_definition(q, [block], torch.cat((w_uk, w_uv), 1), start, scale)
+    """The expanded form; idle rows are zero."""
+    start, W = int(cursor[0]), q.shape[0]
+    slots = [p % W for p in range(start, start + n)]
+    out = torch.zeros(W, q.shape[1], w_uv.shape[1], dtype=torch.float64, device=q.device)
+    out[slots] = mla_definition(q[slots], pages, table, torch.cat((w_uk, w_uv), 1), start, scale)
+    return out
 
 
 def experts_inputs(T: int, dtype: torch.dtype, random: torch.Generator) -> Inputs:

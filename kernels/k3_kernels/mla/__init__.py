@@ -1,5 +1,5 @@
 """Multi-head latent attention."""
 
-from k3_kernels.mla.reference import decode, prefill
+from k3_kernels.mla.reference import append, decode, decode_blocks, prefill, prefill_blocks, store
 
-__all__ = ["decode", "prefill"]
+__all__ = ["append", "decode", "decode_blocks", "prefill", "prefill_blocks", "store"]

@@ -1,24 +1,60 @@
 """Multi-head latent attention without positions: one latent row per token, expanded for prefill, absorbed for decode.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; Kimi Linear drops the rotation. A latent row is the normalised
-latent c [R] followed by the shared key part k_pe [P]. Softmax and merges are fp32.
+latent c [R] followed by the shared key part k_pe [P]. Rows live in pages: `pages` [G, page, R + P] is one layer of a
+pool (a strided view, rows contiguous), `table` int32 [max_pages] names the pages of one sequence in order, so that
+position p is row p % page of page table[p // page]. Softmax and merges are fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+GROUP = 16
+"""Full pages that decode takes at once, at multiples of this many pages: scores and partial sums stay small at any
+context, and a thousand pages don't cost a thousand rounds of small products."""
 
-def prefill(q: Tensor, blocks: Sequence[Tensor], w_kv_b: Tensor, start: int, scale: float) -> Tensor:
-    """Causal attention of T queries at positions start .. start + T - 1; K and V are expanded one key block at a time.
 
-    q [T, H, N + P]; blocks: latent rows [n_i, R + P] that follow each other from position 0 and reach at least
-    start + T - 1 (cut at fixed absolute positions by the caller: the merge order is the block order);
-    w_kv_b [H, N + V, R] (key rows, then value rows); scale multiplies the scores. One dtype, fp32 or bf16.
-    Returns [T, H, V] in q's dtype.
+def append(rows: Tensor, pages: Tensor, table: Tensor, cursor: Tensor, n: int) -> None:
+    """Writes the n live rows of a window into `pages`, in place.
+
+    rows [W, R + P]; cursor int64 [4], its first entry is the position of the window's first row; row i of the window
+    sits in slot (position + i) mod W. Rows behind the committed position are scratch: rejected ones need no undo.
+    """
+    positions = cursor[0] + torch.arange(n, device=cursor.device)
+    _write(rows[positions % rows.shape[0]], pages, table, positions)
+
+
+def store(rows: Tensor, pages: Tensor, table: Tensor, start: int) -> None:
+    """Writes the rows [T, R + P] of a prefilled chunk at positions start and on into `pages`, in place."""
+    _write(rows, pages, table, torch.arange(start, start + rows.shape[0], device=rows.device))
+
+
+def _write(rows: Tensor, pages: Tensor, table: Tensor, positions: Tensor) -> None:
+    size = pages.shape[1]
+    pages[table[positions // size].long(), positions % size] = rows
+
+
+def prefill(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int, scale: float) -> Tensor:
+    """Causal attention of T queries at positions start .. start + T - 1; their own rows are already in the pages.
+
+    q [T, H, N + P]; w_kv_b [H, N + V, R] (key rows, then value rows); scale multiplies the scores. One dtype, fp32 or
+    bf16. Keys and values are expanded one block at a time. Returns [T, H, V] in q's dtype. The bits depend on start
+    and T: the caller cuts at fixed absolute positions.
+    """
+    size, end = pages.shape[1], start + q.shape[0]
+    ids = table[: -(-end // size)].tolist()
+    blocks = [pages[page, : end - i * size] for i, page in enumerate(ids)]
+    return prefill_blocks(q, blocks, w_kv_b, start, scale)
+
+
+def prefill_blocks(q: Tensor, blocks: Sequence[Tensor], w_kv_b: Tensor, start: int, scale: float) -> Tensor:
+    """The same over blocks of latent rows [n_i, R + P] that follow each other from position 0.
+
+    They reach at least start + T - 1 and are cut at fixed absolute positions: the merge order is the block order.
     """
     T, H, width = q.shape
     R = w_kv_b.shape[-1]
@@ -54,7 +90,65 @@ def prefill(q: Tensor, blocks: Sequence[Tensor], w_kv_b: Tensor, start: int, sca
     return (out / norm).transpose(0, 1).to(q.dtype)
 
 
-def decode(q: Tensor, pages: Sequence[Tensor], w_uk: Tensor, w_uv: Tensor, positions: Tensor, scale: float) -> Tensor:
+def decode(
+    q: Tensor, pages: Tensor, table: Tensor, w_uk: Tensor, w_uv: Tensor, cursor: Tensor, scale: float, n: int
+) -> Tensor:
+    """Absorbed attention of a window's n live rows: the row at position p attends the keys up to p.
+
+    q [W, H, N + P], the row of position p in slot p mod W; w_uk [H, N, R], w_uv [H, V, R]; cursor int64 [4], its first
+    entry is the position of the first live row. The latents of all live rows are already in the pages; what lies behind
+    them and what idle slots hold is never used and may be NaN. scale multiplies the scores.
+    Every shape and every order of summation depends on W and a row's own position alone: full pages in groups at fixed
+    boundaries, then the row's own page up to the row. Reads cursor and table on the host.
+    Returns [W, H, V] in q's dtype; idle rows are zero.
+    """
+    W, H = q.shape[:2]
+    N, R = w_uk.shape[1:]
+    queries = q.float().transpose(0, 1)
+    absorbed = torch.empty(H, W, pages.shape[-1], dtype=torch.float32, device=q.device)
+    absorbed[..., :R] = torch.bmm(queries[..., :N].contiguous(), w_uk.float())
+    absorbed[..., R:] = queries[..., N:]
+    absorbed.mul_(scale)
+    start, size = int(cursor[0]), pages.shape[1]
+    ids = table[: (start + n - 1) // size + 1].tolist()
+    latent = torch.zeros(H, W, R, dtype=torch.float32, device=q.device)
+    for p in range(start, start + n):
+        row = absorbed[:, p % W].contiguous()
+        latent[:, p % W] = _attend(row, _groups(pages, ids, p), R)
+    return torch.bmm(latent, w_uv.float().mT).transpose(0, 1).to(q.dtype)
+
+
+def _groups(pages: Tensor, ids: Sequence[int], p: int) -> Iterator[Tensor]:
+    """The keys of the row at position p as [pages, rows, R + P]: groups of full pages, then its own page up to it."""
+    own, last = divmod(p, pages.shape[1])
+    for first in range(0, own, GROUP):
+        some = ids[first : min(first + GROUP, own)]
+        side_by_side = some == list(range(some[0], some[0] + len(some)))
+        yield pages[some[0] : some[0] + len(some)] if side_by_side else pages[some]
+    yield pages[ids[own] : ids[own] + 1, : last + 1]
+
+
+def _attend(row: Tensor, groups: Iterator[Tensor], R: int) -> Tensor:
+    """Softmax-weighted latents [H, R] of one absorbed query row [H, R + P], merged group by group."""
+    H = row.shape[0]
+    out = torch.zeros(H, R, device=row.device)
+    top = torch.full((H, 1), float("-inf"), device=row.device)
+    norm = torch.zeros(H, 1, device=row.device)
+    for group in groups:
+        keys = group.float()
+        scores = torch.bmm(row.expand(keys.shape[0], -1, -1), keys.mT)
+        high = torch.maximum(top, scores.amax((0, 2)).unsqueeze(-1))
+        scores.sub_(high).exp_()
+        shrink = (top - high).exp_()
+        norm = norm * shrink + scores.sum((0, 2)).unsqueeze(-1)
+        out = out * shrink + torch.bmm(scores, keys[..., :R]).sum(0)
+        top = high
+    return out / norm
+
+
+def decode_blocks(
+    q: Tensor, pages: Sequence[Tensor], w_uk: Tensor, w_uv: Tensor, positions: Tensor, scale: float
+) -> Tensor:
     """Absorbed attention of W rows over pages of equal size, each row up to its own position.
 
     q [W, H, N + P]; pages: [page, R + P] each, from position 0; positions [W] int64, those that matter lie in the last
