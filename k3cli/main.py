@@ -16,6 +16,7 @@ import typer.main
 
 from k3cli import __version__
 from k3cli.commands import (
+    bench,
     chat,
     completion,
     debug,
@@ -76,6 +77,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 }
 for name, (module, short_help) in COMMANDS.items():
     app.command(name, short_help=short_help)(module.command)
+app.add_typer(bench.app, name="bench")
 app.add_typer(debug.app, name="debug")
 
 

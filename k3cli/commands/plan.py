@@ -74,13 +74,13 @@ def command(
 
     settings = settings_from({"model": model, "dtype": dtype})
     printer = Printer(json=json)
-    folder, config = _config(settings.model_ref)
+    folder, config = configuration(settings.model_ref)
     shards = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size) if folder.is_dir() else []
     sizes = (_size("--ram", ram), _size("--disk", disk), _size("--disk-rate", disk_rate))
     there = describe(gpus, *sizes, settings.home, shards[-1] if shards else None)
     check_world(config, there.count)
     kind = DTYPES[settings.dtype if settings.dtype != "auto" else _default_dtype(there, config)]
-    asked = sorted({_tokens(text) for text in context or []})
+    asked = sorted({parse_tokens("--context", text) for text in context or []})
     beyond = [tokens for tokens in asked if tokens > config.context_limit]
     if beyond:
         raise UsageError(f"--context {beyond[-1]:,} tokens", f"at most the model's limit of {config.context_limit:,}")
@@ -101,7 +101,7 @@ def command(
     raise FitError(short, f"room for {_shown(demand)}", _nearest(config, kind, there, demand))
 
 
-def _config(ref: str) -> tuple[Path, ModelConfig]:
+def configuration(ref: str) -> tuple[Path, ModelConfig]:
     """(folder, configuration) of a model folder, a config.json of any name, a hub id, or `k3` for K3's own shape."""
     import json
 
@@ -137,11 +137,12 @@ def _size(option: str, text: str | None) -> int | None:
         raise UsageError(f"{option} is {text!r}", str(problem)) from None
 
 
-def _tokens(text: str) -> int:
+def parse_tokens(option: str, text: str) -> int:
+    """`128000`, `32k` (32,768) or `1m` (1,048,576) -> tokens. Raises UsageError naming the option."""
     match = re.fullmatch(r"([\d_,]+)([km]?)", text.strip().lower())
     count = int(re.sub("[_,]", "", match[1]) or 0) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2]] if match else 0
     if count < 1:
-        raise UsageError(f"--context is {text!r}", "tokens, as 128000, 32k or 1m")
+        raise UsageError(f"{option} is {text!r}", "tokens, as 128000, 32k or 1m")
     return count
 
 

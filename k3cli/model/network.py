@@ -8,7 +8,7 @@ alone or verified behind others. Attention sums over the pages up to the row's o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from k3_kernels.activation import Activation, Situ, Swiglu
 from k3_kernels.norm import gated_rms_norm, rms_norm
 from k3_sessions.types import StateLayout
 from torch import Tensor
+from torch.profiler import record_function
 
 from k3cli.model.blocks import KdaWeights, MlaWeights, MlpWeights, MoeWeights, Weights
 from k3cli.model.config import ModelConfig
@@ -136,7 +137,8 @@ class K3Model:
         now = _Pass(state, rows, positions, order, torch.argsort(order), [], [], [], [])
         with _threads(1 if self._serial else None):
             hidden = self._layers(padded, now)
-            found = F.linear(hidden, self.weights.head).float()[order[:n]]
+            with _marked("head"):
+                found = F.linear(hidden, self.weights.head).float()[order[:n]]
         log = None
         if now.logs:
             log = kda.KdaLog(*(torch.stack(parts, 1) for parts in zip(*now.logs, strict=True)))
@@ -185,10 +187,11 @@ class K3Model:
         for i, layer in enumerate(self.weights.layers):
             assert layer.attn_mix is not None
             assert layer.mlp_mix is not None
-            if top:
-                h = attnres.mix_norm(slab[: top + 1], layer.attn_mix.query, layer.attn_norm, eps, eps)
-            else:
-                h = rms_norm(slab[0], layer.attn_norm, eps)
+            with _marked("mix"):
+                if top:
+                    h = attnres.mix_norm(slab[: top + 1], layer.attn_mix.query, layer.attn_norm, eps, eps)
+                else:
+                    h = rms_norm(slab[0], layer.attn_norm, eps)
             fresh = i % block == 0
             if fresh:  # the raw prefix becomes a snapshot and a new prefix starts from nothing
                 top += 1
@@ -197,14 +200,20 @@ class K3Model:
                 slab[top] = out
             else:
                 slab[top] += out
-            h = attnres.mix_norm(slab[: top + 1], layer.mlp_mix.query, layer.mlp_norm, eps, eps)
+            with _marked("mix"):
+                h = attnres.mix_norm(slab[: top + 1], layer.mlp_mix.query, layer.mlp_norm, eps, eps)
             slab[top] += self._mlp(i, h, now)
         assert self.weights.mix is not None
-        return attnres.mix_norm(slab[: top + 1], self.weights.mix.query, self.weights.norm, eps, eps)
+        with _marked("mix"):
+            return attnres.mix_norm(slab[: top + 1], self.weights.mix.query, self.weights.norm, eps, eps)
 
     def _attention(self, index: int, x: Tensor, now: _Pass) -> Tensor:
         weights = self.weights.layers[index].attention
-        return self._kda(weights, x, now) if isinstance(weights, KdaWeights) else self._mla(weights, x, now)
+        if isinstance(weights, KdaWeights):
+            with _marked("kda"):
+                return self._kda(weights, x, now)
+        with _marked("mla"):
+            return self._mla(weights, x, now)
 
     def _kda(self, w: KdaWeights, x: Tensor, now: _Pass) -> Tensor:
         """x [T, D] normed -> [T, D]."""
@@ -271,9 +280,11 @@ class K3Model:
         """x [T, D] normed -> [T, D]."""
         w = self.weights.layers[index].mlp
         if isinstance(w, MlpWeights):
-            gate, up = F.linear(x, w.gate_up).chunk(2, dim=-1)
-            return F.linear(self.act(gate, up), w.down)
-        return self._moe(w, x, now)
+            with _marked("mlp"):
+                gate, up = F.linear(x, w.gate_up).chunk(2, dim=-1)
+                return F.linear(self.act(gate, up), w.down)
+        with _marked("moe"):
+            return self._moe(w, x, now)
 
     def _moe(self, w: MoeWeights, x: Tensor, now: _Pass) -> Tensor:
         cfg = self.config.moe
@@ -306,6 +317,11 @@ class K3Model:
             gate, up = shared.chunk(2, dim=-1)
             routed = routed + F.linear(self.act(gate, up), w.shared_down)
         return routed
+
+
+def _marked(part: str) -> AbstractContextManager[object]:
+    """A profiler range `k3:PART`, for who asks where a step's time goes; nothing when nobody does."""
+    return record_function(f"k3:{part}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
 @contextmanager

@@ -97,26 +97,3 @@ def matrix_rate() -> float:
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     took = time_runs([lambda: a @ b], replays=10).median
     return 2 * 8192**3 / took * 1e6
-
-
-def row(case: Case, ceilings: tuple[float, float]) -> dict[str, object]:
-    """Measures one case. ceilings: (bytes per second, operations per second)."""
-    floor = max(case.bytes / ceilings[0], case.flops / ceilings[1]) * 1e6
-    own = time_runs(case.runs)
-    found: dict[str, object] = {
-        "op": case.op,
-        "shape": case.shape,
-        "bytes": case.bytes,
-        "flops": case.flops,
-        "floor_us": floor,
-        "us": own.median,
-        "spread_us": own.spread,
-        "samples": list(own.samples),
-        "of_floor": floor / own.median,
-        "target_us": case.target_us,
-        "note": case.note,
-    }
-    if case.peer:
-        peer = time_runs(case.peer)
-        found |= {"peer": case.peer_name, "peer_us": peer.median, "peer_spread_us": peer.spread}
-    return found

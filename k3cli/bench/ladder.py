@@ -1,0 +1,168 @@
+"""The ladder: prefill, decode and verify measured at each depth, on a state that grows from one depth to the next.
+
+Engine only: no tokenising, no rendering; a decode step ends when its token is known to the host, as in a conversation.
+Prompts are fresh random tokens in every cell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3cli.bench.floors import parts, total
+from k3cli.bench.record import Results, Row, measured
+from k3cli.model.config import ModelConfig
+from k3cli.model.network import K3Model
+from k3cli.model.state import State
+
+FLUSH_BYTES = 256 << 20
+"""Written between cold steps: several times the L2 of any GPU."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """depths: positions to measure at, ascending. prompt: tokens of a prefill cell. windows: rows of verify cells.
+
+    steps: decode steps of a cell. repeats: prefill samples. chunk: tokens of a prefill chunk. cold: empty the L2 first.
+    """
+
+    depths: tuple[int, ...]
+    prompt: int
+    windows: tuple[int, ...]
+    chunk: int
+    steps: int = 24
+    repeats: int = 3
+    cold: bool = True
+
+
+class Ladder:
+    """One model climbing. ceilings: measured (bytes per second, operations per second)."""
+
+    def __init__(self, model: K3Model, config: ModelConfig, plan: Plan, ceilings: tuple[float, float]) -> None:
+        self.model, self.config, self.plan, self.ceilings = model, config, plan, ceilings
+        self.state: State = model.new_state()
+        self.random = torch.Generator().manual_seed(1)
+        cuda = model.device.type == "cuda"
+        self._sync: Callable[[], None] = torch.cuda.synchronize if cuda else _nothing
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=model.device) if cuda and plan.cold else None
+
+    def climb(self, results: Results) -> Iterator[Row]:
+        """Measures every cell that `results` lacks and yields its row, finished or failed."""
+        for depth in self.plan.depths:
+            cells = list(self._cells(depth))
+            open_cells = [(cell, work) for cell, work in cells if results.done(**cell) is None]
+            if not open_cells:
+                continue
+            if self.state.position < depth:
+                yield results.add(self._extend(depth))
+                if self.state.position < depth:
+                    return  # the way there failed; every deeper cell would too
+            for cell, work in open_cells:
+                yield results.add({**cell, **self._guarded(work)})
+
+    def _cells(self, depth: int) -> Iterator[tuple[Row, Callable[[], Row]]]:
+        yield (
+            {"row": "prefill", "depth": depth, "tokens": self.plan.prompt},
+            lambda: self._prefill_cell(depth),
+        )
+        for n in self.plan.windows:
+            kind = "decode" if n == 1 else "verify"
+            yield {"row": kind, "depth": depth, "tokens": n}, lambda n=n: self._step_cell(depth, n)  # type: ignore[misc]
+
+    def _extend(self, depth: int) -> Row:
+        """Evaluates random tokens up to `depth`."""
+        first, began = self.state.position, time.perf_counter()
+        row: Row = {"row": "extend", "depth": depth, "tokens": depth - first, "cached_tokens": first}
+        found = self._guarded(lambda: self._fill(self.state, depth - first))
+        took = time.perf_counter() - began
+        return row | (found if "error" in found else measured([took]) | {"state": f"extended from {first}"})
+
+    def _fill(self, state: State, count: int) -> Row:
+        ids, done = self._ids(count), 0
+        while done < count:
+            # Chunks end at multiples of their size, as the engine cuts them.
+            step = min(self.plan.chunk - state.position % self.plan.chunk, count - done)
+            self.model.prefill(ids[done : done + step], state, logits="last")
+            done += step
+        self._sync()
+        return {}
+
+    def _prefill_cell(self, depth: int) -> Row:
+        samples = []
+        for number in range(self.plan.repeats + 1):
+            state = self.state.fork()
+            self._empty_cache()
+            began = time.perf_counter()
+            self._fill(state, self.plan.prompt)
+            if number:  # the first one warms up
+                samples.append(time.perf_counter() - began)
+            del state
+        work = total(self._prefill_work(depth))
+        return self._row(samples, self.plan.prompt, work.bytes, work.flops, depth)
+
+    def _prefill_work(self, depth: int) -> dict[str, Any]:
+        """Work of the prompt in the chunks it is cut into: weights are read once per chunk."""
+        found: dict[str, Any] = {}
+        at, end = depth, depth + self.plan.prompt
+        while at < end:
+            step = min(self.plan.chunk - at % self.plan.chunk, end - at)
+            for name, work in parts(self.config, self.model.dtype, step, at, prefill=True).items():
+                before = found.get(name)
+                found[name] = work if before is None else total({"a": before, "b": work})
+            at += step
+        return found
+
+    def _step_cell(self, depth: int, n: int) -> Row:
+        """Steps of n rows, all accepted. One row is plain decoding."""
+        state, samples = self.state.fork(), []
+        for number in range(self.plan.steps + 3):
+            ids = self._ids(n)
+            self._empty_cache()
+            began = time.perf_counter()
+            logits, log = self.model.verify(ids, state)
+            self.model.commit(state, log, n)
+            logits.argmax(-1).tolist()
+            if number >= 3:
+                samples.append(time.perf_counter() - began)
+        work = total(parts(self.config, self.model.dtype, n, depth))
+        return self._row(samples, n, work.bytes, work.flops, depth)
+
+    def _row(self, samples: Sequence[float], tokens: int, size: float, flops: float, depth: int) -> Row:
+        row = measured(samples)
+        floor = max(size / self.ceilings[0], flops / self.ceilings[1])
+        return row | {
+            "tokens_per_second": tokens / row["seconds"],
+            "bytes": size,
+            "flops": flops,
+            "of_bandwidth": size / row["seconds"] / self.ceilings[0],
+            "of_matrix_rate": flops / row["seconds"] / self.ceilings[1],
+            "floor_seconds": floor,
+            "of_floor": floor / row["seconds"],
+            "cached_tokens": depth,
+            "cache": "cold" if self._flush is not None else "as it comes",
+        }
+
+    def _ids(self, count: int) -> Tensor:
+        ids = torch.randint(0, self.config.vocab, (count,), generator=self.random)
+        return ids.to(self.model.device)
+
+    def _empty_cache(self) -> None:
+        if self._flush is not None:
+            self._flush.fill_(0)
+        self._sync()
+
+    def _guarded(self, work: Callable[[], Row]) -> Row:
+        """The row, or what went wrong: a failed cell stays in the table."""
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as problem:
+            return {"error": f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"}
+
+
+def _nothing() -> None:
+    """A CPU finishes before it returns."""

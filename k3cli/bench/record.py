@@ -1,0 +1,200 @@
+"""Results as JSON lines: what was measured under which conditions, resumable, and comparable only with its like.
+
+The first line of a file is the run: command, versions, device, commit, model, measured ceilings. Every further line is
+one finished cell, flushed before the next begins.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from k3cli.errors import K3Error, UsageError
+
+SCHEMA = 1
+LIBRARIES = ("torch", "triton", "fla-core")
+SAME_TO_RESUME = ("model", "config", "dtype", "window", "device", "versions", "commit", "cache", "chunk", "kernels")
+SAME_TO_COMPARE = ("model", "config", "dtype", "window", "device", "cache", "chunk")
+
+Row = dict[str, Any]
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Half the distance between the tenth and the ninetieth percentile."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return (ordered[round(0.9 * last)] - ordered[round(0.1 * last)]) / 2
+
+
+def measured(samples: Sequence[float]) -> Row:
+    """Median, spread and raw samples, seconds."""
+    return {"seconds": statistics.median(samples), "spread": spread(samples), "samples": list(samples)}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def commit() -> str:
+    """The commit k3 itself runs from, with + when files differ from it; the version outside a repository."""
+    import k3cli
+
+    folder = Path(k3cli.__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, check=True)
+        state = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=folder, capture_output=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("K3_BENCH_COMMIT", f"release {k3cli.__version__}")
+    return head.stdout.decode().strip() + ("+" if state.stdout.strip() else "")
+
+
+def run_row(**conditions: Any) -> Row:
+    """The first line: what holds for every row."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {
+        "v": SCHEMA,
+        "row": "run",
+        "date": now,
+        "command": ["k3", *sys.argv[1:]],
+        "commit": commit(),
+        "versions": versions(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load": load,
+        **conditions,
+    }
+
+
+@dataclass
+class Results:
+    """Rows of one run; with a file, each is appended and flushed, and finished cells of an earlier start are kept."""
+
+    run: Row
+    rows: list[Row]
+    file: Path | None = None
+
+    @staticmethod
+    def open(run: Row, file: Path | None) -> Results:
+        """Continues `file` when it holds a run under the same conditions. UsageError when they differ."""
+        if file is None or not file.exists() or file.stat().st_size == 0:
+            results = Results(run, [], file)
+            results._append(run)
+            return results
+        before, rows = read(file)
+        differ = [key for key in SAME_TO_RESUME if before.get(key) != run.get(key)]
+        if differ:
+            key = differ[0]
+            raise UsageError(
+                f"{file} holds a run with {key} {before.get(key)}, this one has {run.get(key)}",
+                "equal conditions to go on with it",
+                "give another -o FILE",
+            )
+        _drop_cut_line(file)
+        return Results(before, [row for row in rows if "error" not in row], file)
+
+    def done(self, **cell: Any) -> Row | None:
+        """The finished row of a cell, None when it has still to be measured."""
+        return next((row for row in self.rows if all(row.get(k) == v for k, v in cell.items())), None)
+
+    def add(self, row: Row) -> Row:
+        row = {"v": SCHEMA, **row}
+        self.rows.append(row)
+        self._append(row)
+        return row
+
+    @property
+    def failed(self) -> list[Row]:
+        return [row for row in self.rows if "error" in row]
+
+    def _append(self, row: Row) -> None:
+        if self.file is None:
+            return
+        try:
+            with self.file.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                os.fsync(out.fileno())
+        except OSError as problem:
+            raise K3Error(f"{self.file}: {problem.strerror}", "a file k3 may write", "give another -o FILE") from None
+
+
+def _drop_cut_line(file: Path) -> None:
+    """What a crash left behind the last line's end would spoil the next one."""
+    content = file.read_bytes()
+    if not content.endswith(b"\n"):
+        os.truncate(file, content.rfind(b"\n") + 1)
+
+
+def read(file: Path) -> tuple[Row, list[Row]]:
+    """(run, rows) of a result file; a last line cut by a crash is dropped. UsageError for anything else."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{file}: {problem}", "results that `k3 bench -o` wrote") from None
+    rows = list(_parsed(lines, file))
+    if not rows or rows[0].get("row") != "run" or rows[0].get("v") != SCHEMA:
+        raise UsageError(f"{file} starts with no run", "results that `k3 bench -o` wrote")
+    return rows[0], rows[1:]
+
+
+def _parsed(lines: Sequence[str], file: Path) -> Iterator[Row]:
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                return
+            raise UsageError(f"{file} line {number} is no JSON", "results that `k3 bench -o` wrote") from None
+        if not isinstance(row, dict):
+            raise UsageError(f"{file} line {number} is no object", "results that `k3 bench -o` wrote")
+        yield row
+
+
+def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two rows must share to be compared."""
+    return tuple(row.get(key) for key in ("row", "op", "shape", "depth", "tokens", "text", "spec"))
+
+
+def compare(first: Path, second: Path) -> list[Row]:
+    """Rows of both files side by side, with the ratio of their medians. UsageError when conditions or rows differ."""
+    (run_a, rows_a), (run_b, rows_b) = read(first), read(second)
+    for key in SAME_TO_COMPARE:
+        if run_a.get(key) != run_b.get(key):
+            raise UsageError(
+                f"{key} is {run_a.get(key)} in {first} and {run_b.get(key)} in {second}", "runs under equal conditions"
+            )
+    by_b = {identity(row): row for row in rows_b if "seconds" in row}
+    ours = {identity(row): row for row in rows_a if "seconds" in row}
+    alone = [*(key for key in ours if key not in by_b), *(key for key in by_b if key not in ours)]
+    if alone or not ours:
+        name = " ".join(str(part) for part in alone[0] if part is not None) if alone else "nothing"
+        raise UsageError(f"{name} was measured in only one of {first} and {second}", "the same rows in both")
+    found = []
+    for same, row in ours.items():
+        other = by_b[same]
+        ratio = other["seconds"] / row["seconds"]
+        noise = max(row.get("spread", 0.0) / row["seconds"], other.get("spread", 0.0) / other["seconds"])
+        found.append(
+            {**{k: row[k] for k in ("row", "op", "shape", "depth", "tokens", "text", "spec") if k in row}}
+            | {"seconds": [row["seconds"], other["seconds"]], "ratio": ratio, "within_noise": abs(ratio - 1) <= noise}
+        )
+    return found

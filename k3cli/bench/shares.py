@@ -1,0 +1,83 @@
+"""Where a step's time goes, by kind of layer part, and what that says about the whole model.
+
+The network marks its parts with profiler ranges `k3:PART`; their device time (processor time on a CPU) is summed over
+a profiled step that runs without a captured graph. Shares are of that sum; seconds are shares of the measured step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from k3cli.bench.record import Row
+from k3cli.model.config import ModelConfig
+from k3cli.model.network import K3Model
+from k3cli.model.state import State
+
+MARK = "k3:"
+
+
+def shares(model: K3Model, state: State, ids: torch.Tensor) -> Row:
+    """{part: share of the profiled time} of one verify step; state stays as it was (a fork is used)."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write to stderr
+    cuda = model.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    twin = state.fork()
+    with getattr(model, "eager", nullcontext)():
+        logits, log = model.verify(ids, twin)  # warm
+        model.commit(twin, log, ids.numel())
+        with profile(activities=kinds) as found:
+            logits, _ = model.verify(ids, twin)
+            logits.argmax(-1).tolist()
+    spent: dict[str, float] = defaultdict(float)
+    for entry in found.key_averages():
+        if entry.key.startswith(MARK):
+            spent[entry.key.removeprefix(MARK)] += entry.device_time_total if cuda else entry.cpu_time_total
+    whole = sum(spent.values())
+    if not whole:
+        raise RuntimeError("the profiler saw no marked part")
+    return {"shares": {name: value / whole for name, value in spent.items()}}
+
+
+def counts(config: ModelConfig) -> dict[str, int]:
+    """How often each marked part runs in one step."""
+    depth, mixtures = len(config.layers), sum(config.moe_layers)
+    found = {
+        "kda": len(config.kda_layers),
+        "mla": len(config.mla_layers),
+        "moe": mixtures,
+        "mlp": depth - mixtures,
+        "mix": 2 * depth + 1,
+        "head": 1,
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def derive(whole: ModelConfig, part: ModelConfig, seconds: float, split: Mapping[str, float]) -> Row:
+    """A step of the whole model from a slice's step: each part's time times how much more often it runs there.
+
+    Parts the slice doesn't have (a dense MLP) are left out and named.
+    """
+    here, there = counts(part), counts(whole)
+    total, terms, missing = 0.0, [], []
+    for name, count in there.items():
+        if name not in here or name not in split:
+            missing.append(name)
+            continue
+        each = seconds * split[name] / here[name]
+        total += count * each
+        terms.append(f"{count} x {name} {1e6 * each:.1f} us")
+    formula = " + ".join(terms) + (f"; without {', '.join(missing)}" if missing else "")
+    return {"derived": True, "seconds": total, "formula": formula}
+
+
+def usual(row: Mapping[str, Any]) -> str:
+    """Shares as one line, the largest first."""
+    ordered = sorted(row["shares"].items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share:.0%}" for name, share in ordered)

@@ -1,0 +1,86 @@
+"""Results for people: a line per row, and a plot of speed by depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from k3cli.bench.record import Row
+from k3cli.bench.shares import usual
+from k3cli.commands.output import human_bytes
+from k3cli.errors import K3Error
+
+HEAD = ("ROW", "DEPTH", "TOKENS", "TIME", "SPREAD", "TOK/S", "BYTES", "OF BW", "OF MATRIX", "FLOOR", "OF FLOOR", "NOTE")
+ALIGN = "<>>>>>>>>>><"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """One table row; a failed one says why."""
+    name = str(row["row"]) + (f" {row['op']}" if "op" in row else "")
+    depth = f"{row['depth']:,}" if "depth" in row else str(row.get("shape", ""))
+    tokens = f"{row['tokens']:,}" if "tokens" in row else ""
+    if "error" in row:
+        return (name, depth, tokens, "FAILED", *[""] * 7, row["error"])
+    if "shares" in row:
+        return (name, depth, tokens, *[""] * 8, usual(row))
+    rate = f"{row['tokens_per_second']:,.1f}" if "tokens_per_second" in row else ""
+    size = human_bytes(row["bytes"]) if "bytes" in row else ""
+    shares = [f"{row[key]:.0%}" if key in row else "" for key in ("of_bandwidth", "of_matrix_rate")]
+    floor = duration(row["floor_seconds"]) if "floor_seconds" in row else ""
+    of_floor = f"{row['of_floor']:.0%}" if "of_floor" in row else ""
+    time = duration(row["seconds"]) if "seconds" in row else ""
+    wobble = duration(row["spread"]) if "spread" in row else ""
+    return (name, depth, tokens, time, wobble, rate, size, *shares, floor, of_floor, note(row))
+
+
+def note(row: Row) -> str:
+    """What a reader must know beside the numbers."""
+    found = []
+    if row.get("derived"):
+        found.append(f"derived: {row['formula']}")
+    for key in ("state", "note"):
+        if row.get(key):
+            found.append(str(row[key]))
+    if "peer_seconds" in row:
+        found.append(f"{row['peer']} {duration(row['peer_seconds'])}")
+    if "target_seconds" in row:
+        found.append(f"target {duration(row['target_seconds'])}")
+    if "planned" in row:
+        found.append(f"planned {human_bytes(row['planned'])}, peak {human_bytes(row['peak'])}")
+    return "; ".join(found)
+
+
+def duration(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}" if seconds / scale < 1000 else f"{seconds / scale:,.0f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def plot(rows: Sequence[Row], file: Path, title: str) -> None:
+    """Decode and prefill speed against depth, with the speed the floor allows. K3Error without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise K3Error("matplotlib is not installed", "it for --plot", "pip install 'k3cli[bench]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = [kind for kind in ("decode", "prefill") if any(row["row"] == kind and "seconds" in row for row in rows)]
+    if not kinds:
+        raise K3Error("no decode or prefill row to draw", "finished rows", "run the benchmark first")
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(6 * len(kinds), 4), squeeze=False)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        points = sorted((row["depth"], row) for row in rows if row["row"] == kind and "seconds" in row)
+        depths = [depth for depth, _ in points]
+        axis.plot(depths, [row["tokens_per_second"] for _, row in points], "o-", label="measured")
+        axis.plot(depths, [row["tokens"] / row["floor_seconds"] for _, row in points], "k--", label="floor")
+        axis.set(xlabel="tokens behind", ylabel="tokens/s", title=kind, ylim=(0, None))
+        axis.set_xscale("symlog", linthresh=1024)
+        axis.legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as problem:
+        raise K3Error(f"{file}: {problem}", "a picture file k3 may write", "give another --plot FILE") from None

@@ -1,0 +1,75 @@
+"""Saving and restoring a state of a given depth through the session store, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from k3_sessions.config import StoreConfig
+from k3_sessions.identity import layout_digest
+from k3_sessions.store import Store
+from k3_sessions.types import Identity, TurnDraft
+
+from k3cli.bench.record import Row, measured
+from k3cli.engine.timeline import Snapshot
+from k3cli.model.network import K3Model
+from k3cli.model.state import State
+
+
+def save_and_restore(model: K3Model, state: State, home: Path) -> tuple[Row, Row]:
+    """(save, restore) rows. The restore reads files that were dropped from the page cache where the system allows.
+
+    The restored state is loaded to the device and compared with the saved one before it counts.
+    """
+    layout = model.state_layout()
+    identity = Identity("sha256:bench", "sha256:bench", "bench", layout_digest(layout), str(model.dtype)[6:])
+    home.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=home))
+    try:
+        store = Store.open(folder / "store", config=StoreConfig(free_floor_bytes=0, free_floor_share=0.0))
+        draft = TurnDraft(tokens=[0] * (state.position + 1), position=state.position)
+        began = time.perf_counter()
+        with store.writer("bench", create=True, identity=identity, layout=layout) as writer:
+            report = writer.commit(draft, Snapshot(state.fork()))
+        saved = measured([time.perf_counter() - began])
+        raw = sum(array.nbytes for array in state.checkpoint().values()) + _page_bytes(state)
+        warm = _forget(folder)
+        began = time.perf_counter()
+        restored = store.restore(store.plan(report.turn.id, identity, layout), identity, layout)
+        twin = model.new_state()
+        twin.load(restored)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        took = measured([time.perf_counter() - began])
+        for name, array in state.checkpoint().items():
+            if array.tobytes() != twin.checkpoint()[name].tobytes():
+                raise RuntimeError(f"restored field {name} differs from what was saved")
+        sizes = {"state_bytes": raw, "bytes": report.bytes_written}
+        read = {"cache": "as it comes" if warm else "cold"}
+        return saved | sizes, took | sizes | read
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _page_bytes(state: State) -> int:
+    return sum(
+        state.position * len(field.layers) * field.shape[0] * (2 if field.dtype == "bfloat16" else 4)
+        for field in state.layout.fields
+        if field.scope == "page"
+    )
+
+
+def _forget(folder: Path) -> bool:
+    """Drops the files from the page cache; True when they stay warm because the system can't."""
+    if not hasattr(os, "posix_fadvise"):
+        return True
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return False

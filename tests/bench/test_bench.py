@@ -1,0 +1,250 @@
+"""The benchmark's arithmetic, its record of results, and the command on the shipped model."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from k3cli.bench import record
+from k3cli.bench.floors import Work, parts, total, touched
+from k3cli.bench.record import Results
+from k3cli.bench.shares import counts, derive
+from k3cli.bench.slice import random_model, slice_config
+from k3cli.config import K3_SHAPE, NANO
+from k3cli.errors import UsageError
+from k3cli.main import main
+from k3cli.model.config import ModelConfig
+from k3cli.model.network import K3Model
+
+K3 = ModelConfig.from_dir(K3_SHAPE)
+BF16 = torch.bfloat16
+
+
+def test_bytes_of_a_k3_token_are_the_published_ones():
+    """111.16 GB of dense weights with the head, 25.83 GB of experts; here the router is kept in fp32, norms too."""
+    work = parts(K3, BF16, 1, 0)
+    dense = sum(w.bytes for name, w in work.items() if name not in ("routed experts", "KDA state", "embedding"))
+    dense -= work["MLA attention over latents"].bytes
+    assert dense == pytest.approx(111_160_730_624 + 1_182_000_000, rel=1e-4)
+    assert work["routed experts"].bytes == pytest.approx(25_829_572_608)
+    assert work["KDA state"].bytes == 2 * (434_110_464 + 15_261_696)
+
+
+def test_experts_touched_by_a_window():
+    """896 (1 - (1 - 16/896)^T), from the table of published byte ceilings."""
+    assert [round(touched(K3, rows), 1) for rows in (1, 2, 4, 8, 9)] == [16.0, 31.7, 62.3, 120.3, 134.1]
+
+
+def test_attention_at_a_million_tokens():
+    """1.208 GB and 209 kFLOP a key for each of 24 layers, one row; a prefill expands instead."""
+    work = parts(K3, BF16, 1, (1 << 20) - 1)["MLA attention over latents"]
+    assert work.bytes / 24 == pytest.approx(1.208e9, rel=1e-3)
+    assert work.flops / 24 / 2**20 == 2 * 96 * (576 + 512)
+    chunk = parts(K3, BF16, 8192, 0, prefill=True)["MLA attention over latents"]
+    assert chunk.flops / 24 == 2 * 96 * (8192 * 8193 // 2 * 320 + 8192 * 256 * 512)
+
+
+def test_the_floor_is_the_slower_of_the_two():
+    assert Work(100, 10).floor(10, 10) == 10
+    assert Work(10, 100).floor(10, 10) == 10
+    assert total({"a": Work(1, 2), "b": Work(3, 4)}) == Work(4, 6)
+
+
+def test_a_slice_has_the_mix_of_the_whole():
+    part = slice_config(K3, 4)
+    assert sorted(part.layers) == ["kda", "kda", "kda", "mla"]
+    assert all(part.moe_layers)
+    assert slice_config(K3, 93) == K3
+    with pytest.raises(UsageError, match="1 to 93"):
+        slice_config(K3, 94)
+
+
+def test_a_random_slice_runs_and_stays_finite():
+    config = slice_config(ModelConfig.from_dir(NANO), 3)
+    model = random_model(config, torch.device("cpu"), torch.float32, 4)
+    state = model.new_state()
+    logits = model.prefill(torch.arange(70), state)
+    assert logits is not None
+    assert torch.isfinite(logits).all()
+    assert 0.1 < float(logits.std()) < 10
+
+
+def test_a_whole_model_step_is_derived_from_parts():
+    part = slice_config(K3, 4)
+    split = {"kda": 0.3, "mla": 0.1, "moe": 0.4, "mix": 0.1, "head": 0.1}
+    found = derive(K3, part, 1e-3, split)
+    expected = 1e-3 * (69 / 3 * 0.3 + 24 * 0.1 + 92 / 4 * 0.4 + 187 / 9 * 0.1 + 0.1)
+    assert found["seconds"] == pytest.approx(expected)
+    assert found["derived"] is True
+    assert "69 x kda 100.0 us" in found["formula"]
+    assert "without mlp" in found["formula"]
+    assert counts(K3) == {"kda": 69, "mla": 24, "moe": 92, "mlp": 1, "mix": 187, "head": 1}
+
+
+def run_row(**changes: Any) -> dict[str, Any]:
+    return (
+        record.run_row(model="m", config="c", dtype="float32", window=8, device="d", cache="cold", chunk=512) | changes
+    )
+
+
+def test_results_go_on_where_they_stopped(tmp_path: Path):
+    file = tmp_path / "r.jsonl"
+    first = Results.open(run_row(), file)
+    first.add({"row": "decode", "depth": 0, "tokens": 1, "seconds": 1.0})
+    first.add({"row": "decode", "depth": 512, "tokens": 1, "error": "out of memory"})
+    with file.open("a") as out:
+        out.write('{"row": "decode", "de')  # a crash in the middle of a line
+    again = Results.open(run_row(), file)
+    assert again.done(row="decode", depth=0, tokens=1) is not None
+    assert again.done(row="decode", depth=512, tokens=1) is None, "failed cells are measured again"
+    assert again.done(row="decode", depth=0, tokens=2) is None
+
+
+def test_rows_of_a_cut_file_stay_readable_when_it_is_gone_on_with(tmp_path: Path):
+    file = tmp_path / "r.jsonl"
+    Results.open(run_row(), file).add({"row": "decode", "depth": 0, "tokens": 1, "seconds": 1.0})
+    with file.open("a") as out:
+        out.write('{"row": "dec')
+    Results.open(run_row(), file).add({"row": "decode", "depth": 9, "tokens": 1, "seconds": 2.0})
+    assert [row["depth"] for row in record.read(file)[1]] == [0, 9]
+
+
+@pytest.mark.parametrize("key", ["model", "dtype", "window", "commit"])
+def test_other_conditions_are_another_file(tmp_path: Path, key: str):
+    file = tmp_path / "r.jsonl"
+    Results.open(run_row(), file)
+    with pytest.raises(UsageError, match=f"holds a run with {key}"):
+        Results.open(run_row(**{key: "other"}), file)
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", "[1]\n{}\n", "nonsense\n{}\n", '{"row": "decode"}\n'])
+def test_files_that_hold_no_results_are_refused(tmp_path: Path, content: str):
+    (tmp_path / "x").write_text(content)
+    with pytest.raises(UsageError):
+        record.read(tmp_path / "x")
+
+
+def results(file: Path, seconds: float, run: dict[str, Any] | None = None, depth: int = 0) -> Path:
+    made = Results.open(run or run_row(), file)
+    made.add({"row": "decode", "depth": depth, "tokens": 1, "seconds": seconds, "spread": 0.01})
+    return file
+
+
+def test_compare_tells_noise_from_difference(tmp_path: Path):
+    a, b, c = (results(tmp_path / name, s) for name, s in (("a", 1.0), ("b", 1.005), ("c", 1.5)))
+    assert [row["within_noise"] for row in record.compare(a, b)] == [True]
+    (row,) = record.compare(a, c)
+    assert (row["ratio"], row["within_noise"]) == (1.5, False)
+
+
+def test_compare_refuses_what_does_not_match(tmp_path: Path):
+    a = results(tmp_path / "a", 1.0)
+    with pytest.raises(UsageError, match=r"window is 8 .* and 4"):
+        record.compare(a, results(tmp_path / "b", 1.0, run_row(window=4)))
+    with pytest.raises(UsageError, match=r"decode (0|512) 1 was measured in only one"):
+        record.compare(a, results(tmp_path / "c", 1.0, depth=512))
+
+
+@pytest.fixture
+def bench(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["k3", "bench", *arguments])
+        code = main()
+        out, err = capsys.readouterr()
+        return int(code), out, err
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_ladder_on_the_shipped_model(bench: Callable[..., tuple[int, str, str]], tmp_path: Path):
+    file = tmp_path / "r.jsonl"
+    arguments = ("--depths", "0,40", "--prompt-tokens", "24", "-o", str(file))
+    code, out, err = bench(*arguments)
+    assert (code, out) == (0, ""), err
+    run, rows = record.read(file)
+    assert run["model"] == "k3-nano"
+    kinds = [(row["row"], row.get("depth")) for row in rows]
+    for depth in (0, 40):
+        assert ("prefill", depth) in kinds
+        assert kinds.count(("verify", depth)) == 3
+        assert ("decode", depth) in kinds
+        assert ("shares", depth) in kinds
+    assert ("extend", 40) in kinds
+    assert ("restore", 40) in kinds
+    decode = next(row for row in rows if row["row"] == "decode")
+    assert len(decode["samples"]) == 24
+    assert min(decode["samples"]) <= decode["seconds"] <= max(decode["samples"])
+    assert decode["of_floor"] == pytest.approx(decode["floor_seconds"] / decode["seconds"])
+    split = next(row for row in rows if row["row"] == "shares")["shares"]
+    assert {"kda", "mla", "moe", "mlp", "mix", "head"} <= set(split)
+    assert sum(split.values()) == pytest.approx(1)
+    assert "prefill" in err
+
+    before = file.read_text()
+    code, _, _ = bench(*arguments)
+    assert code == 0
+    assert file.read_text() == before, "finished cells are not measured again"
+
+    code, out, _ = bench("compare", str(file), str(file))
+    assert code == 0
+    assert "within noise" in out
+    assert "1.000" in out
+
+
+def test_a_failed_row_is_in_the_table_and_in_the_exit_code(
+    bench: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(K3Model, "verify", broken)
+    code, out, err = bench("--depths", "0", "--prompt-tokens", "8", "--no-stored", "--json")
+    assert code == 1
+    failed = [row for row in map(json.loads, out.splitlines()) if "error" in row]
+    assert {row["row"] for row in failed} == {"decode", "verify"}
+    assert "FAILED" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--depths", "0,many"), "--depths"),
+        (("--depths", "0", "--context", "4k"), "one of them"),
+        (("--context", "9m"), "at most the model's limit"),
+        (("--cache", "lukewarm"), "cold or warm"),
+        (("--kernels", "--plot", "x.png"), "a ladder"),
+        (("--slice", "0"), "1 to 93"),
+    ],
+)
+def test_bad_words_are_one_line(bench: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], words: str):
+    code, out, err = bench(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a CUDA device")
+def test_kernels_need_a_device(bench: Callable[..., tuple[int, str, str]]):
+    code, _, err = bench("--kernels")
+    assert code == 2
+    assert "CUDA" in err
+
+
+def test_help_needs_no_torch():
+    from k3cli.main import app
+
+    found = CliRunner().invoke(app, ["bench", "--help"])
+    assert found.exit_code == 0
+    assert "compare" in found.output
