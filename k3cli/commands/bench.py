@@ -164,17 +164,17 @@ def _ladder(
         matrix_rate=limits[1],
     )
     results = Results.open(run, output)
-    printer.raw_event(run)
+    printer.event("run", **_told(run))
     _head(printer, run)
     ladder = Ladder(model, config, plan, limits)
     climber = ladder.climb(results)
     for row in _with_extras(climber, ladder, results, whole, config, settings, stored and place is not None):
-        printer.raw_event({"type": "row", **row})
+        printer.event("row", **_told(row))
         _show(printer, row)
     if results.done(row="memory") is None:
         whose = "" if place.type == "cuda" else "the peak is the whole process's"
         memory = results.add({"row": "memory", "planned": planned, "peak": _peak(place), "note": whose})
-        printer.raw_event({"type": "row", **memory})
+        printer.event("row", **_told(memory))
         _show(printer, memory)
     return results
 
@@ -370,11 +370,11 @@ def _kernels(printer: Printer, output: Path | None) -> Results:
         matrix_rate=limits[1],
     )
     results = Results.open(run, output)
-    printer.raw_event(run)
+    printer.event("run", **_told(run))
     _head(printer, run)
     for found in rows(limits, lambda op, shape: results.done(row="kernel", op=op, shape=shape) is not None):
         row = results.add({"row": "kernel", **found})
-        printer.raw_event({"type": "row", **row})
+        printer.event("row", **_told(row))
         _show(printer, row)
     return results
 
@@ -392,6 +392,11 @@ def _show(printer: Printer, row: Row) -> None:
     from k3cli.bench.show import cells
 
     _aligned(printer, cells(row))
+
+
+def _told(row: Row) -> Row:
+    """A row as an event's fields: the event has its own version."""
+    return {key: value for key, value in row.items() if key != "v"}
 
 
 def _aligned(printer: Printer, row: tuple[str, ...]) -> None:
