@@ -1,0 +1,34 @@
+"""The gated activations inside Triton kernels; importing this module imports Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from k3_kernels.activation.reference import Activation, Situ
+
+
+def constants(act: Activation) -> tuple[float, float]:
+    """(beta, linear beta) as kernels take them: (0, 0) means SwiGLU."""
+    return (act.beta, act.linear_beta) if isinstance(act, Situ) else (0.0, 0.0)
+
+
+@triton.jit
+def tanh(x):
+    """fp32, relative error of a few 1e-7 everywhere: a series near zero, where the quotient would cancel."""
+    y = x * x
+    near = x * (1 + y * (-0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * (0.021869488 - 0.0088632355 * y)))))
+    decay = tl.exp(-2 * tl.abs(x))
+    far = (1 - decay) / (1 + decay)
+    far = tl.where(x < 0, -far, far)
+    return tl.where(y < 0.0625, near, far)
+
+
+@triton.jit
+def gated(gate, up, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
+    """fp32 gate and up -> the activation of `constants`, fp32."""
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    if BETA == 0:
+        return gate * sigmoid * up
+    else:
+        return BETA * tanh(gate / BETA) * sigmoid * (LINEAR_BETA * tanh(up / LINEAR_BETA))
