@@ -1,0 +1,56 @@
+"""The expert operators as the network calls them: the device's kernels where they take the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from k3_kernels import select
+from k3_kernels.activation.reference import Activation
+from k3_kernels.moe import reference
+from k3_kernels.moe.reference import MX_GROUP, Experts
+
+
+def window_choice(z: Tensor, experts: Experts) -> select.Choice:
+    """What `experts_window` runs with for rows like z [W, L], and why."""
+    return select.choose(z.device, _refusal(z, experts, 16))
+
+
+def _refusal(z: Tensor, experts: Experts, most: int | None) -> str | None:
+    if str(z.dtype) not in ("torch.bfloat16", "torch.float32"):
+        return f"{z.dtype}: the kernel takes bfloat16 and float32"
+    if experts.w13_scale is None and experts.w13.dtype != z.dtype:
+        return f"dense experts in {experts.w13.dtype}, rows in {z.dtype}: the kernel takes one type"
+    F = experts.w13.shape[1] // 2
+    if F % MX_GROUP or z.shape[-1] % MX_GROUP:
+        return f"experts of {z.shape[-1]} x {F}: the kernel takes multiples of {MX_GROUP}"
+    if most is not None and z.shape[0] > most:
+        return f"window of {z.shape[0]} rows: the kernel takes up to {most}"
+    return None
+
+
+def experts_window(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    act: Activation,
+    cursor: Tensor | Sequence[int],
+    n: int | None = None,
+) -> Tensor:
+    """`sum_e w_e f_e(z)` for the n live rows of a decode window, those of positions cursor[0] + 0 .. n-1, each in slot
+    `position mod W`.
+
+    z [W, L] (fp32 or bf16), ids [W, k] int64, weights [W, k] fp32, cursor int64 [4] on z's device; idle slots may hold
+    anything and nothing is read for them. A row's bits depend on its own values alone: not on n, not on its slot, not
+    on experts it shares with others. Products are summed in fp32, experts in the order of ids. Nothing waits for the
+    device. Returns [W, L] in z's dtype, idle rows zero.
+    """
+    if n is not None and window_choice(z, experts).kernel:
+        from k3_kernels.moe import window_triton
+
+        assert not isinstance(cursor, Sequence)
+        assert 0 <= n <= z.shape[0], (n, z.shape)
+        return window_triton.experts_window(z, ids, weights, experts, act, cursor, n)
+    return reference.experts_window(z, ids, weights, experts, act, cursor, n)

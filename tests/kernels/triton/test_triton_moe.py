@@ -1,0 +1,116 @@
+"""Expert kernels against fp64, and their bit rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from k3_kernels import moe
+from k3_kernels.activation import Situ, Swiglu
+from k3_kernels.moe import window_triton
+from k3_kernels.ops import error, experts_definition
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
+SITU = Situ(4.0, 25.0)
+
+
+def make(dtype, *, E=9, L=64, F=96, k=3, W=8, packed=True, seed=0):
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=random, dtype=torch.uint8)
+
+    experts = moe.Experts(
+        draw(0, 256, E, 2 * F, L // 2),
+        draw(0, 256, E, L, F // 2),
+        draw(119, 125, E, 2 * F, L // 32),
+        draw(119, 125, E, L, F // 32),
+    )
+    if not packed:
+        experts = moe.Experts(*(m.to(DEVICE) for m in experts.matrices(torch.arange(E), dtype)))
+    ids = torch.stack([torch.randperm(E, generator=random)[:k] for _ in range(W)])
+    z = torch.randn(W, L, generator=random).to(dtype)
+    found = (z, ids, torch.rand(W, k, generator=random))
+    return tuple(t.to(DEVICE) for t in found), moe.Experts(*(None if t is None else t.to(DEVICE) for t in experts))
+
+
+def window(rows, experts, act, position, n, poison=True, **options):
+    """The kernel's window with idle slots full of nonsense and a NaN-filled output."""
+    z, ids, weights = (t.clone() for t in rows)
+    W = z.shape[0]
+    idle = [(position + i) % W for i in range(n, W)]
+    if poison:
+        z[idle], ids[idle], weights[idle] = float("nan"), 1 << 40, float("nan")
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    try:
+        cursor = torch.tensor([position, 0, 0, 0], device=DEVICE)
+        out = window_triton.experts_window(z, ids, weights, experts, act, cursor, n, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not out[idle].any()
+    return out[[(position + i) % W for i in range(n)]]
+
+
+def expected(rows, experts, act, position, n):
+    W = rows[0].shape[0]
+    slots = [(position + i) % W for i in range(n)]
+    cpu = moe.Experts(*(None if t is None else t.cpu() for t in experts))
+    z, ids, weights = (t[slots].cpu() for t in rows)
+    return experts_definition(z, ids, weights, cpu, act)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("shape", "act", "position", "n"),
+    [
+        ({}, SITU, 5, 8),
+        ({"L": 160, "F": 160, "k": 2}, SITU, 1021, 1),  # rows that end inside a step of the kernel
+        ({"L": 96, "W": 5, "k": 1, "packed": False}, Swiglu(), 3, 3),
+        ({"W": 3}, SITU, 7, 0),
+    ],
+)
+def test_window(dtype, shape, act, position, n):
+    rows, experts = make(dtype, **shape)
+    found = window(rows, experts, act, position, n)
+    assert error(found.cpu(), expected(rows, experts, act, position, n)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_code_and_scale(dtype):
+    """Each nibble value in each place of a word, and scales of both ends of the exact range."""
+    rows, experts = make(dtype, E=2, L=32, F=32, k=1, W=1)
+    codes = torch.arange(16, dtype=torch.uint8)
+    nibbles = torch.stack([codes.roll(i) for i in range(16)])  # every value in every one of eight places
+    w2 = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).repeat(2, 1).to(DEVICE)  # [32, 8]
+    experts.w2[:] = torch.cat((w2, w2), 1)
+    for low in (64, 127, 186):
+        experts.w2_scale[:] = low
+        experts.w13_scale[:] = 120
+        want = expected(rows, experts, SITU, 0, 1)
+        assert error(window(rows, experts, SITU, 0, 1).cpu(), want) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_bits_depend_on_the_row_alone(dtype):
+    """Alone, behind others, in another slot, sharing experts or not: the same bits."""
+    (z, ids, weights), experts = make(dtype)
+    ids[3] = ids[4]  # two rows share all of their experts
+    rows = z, ids, weights
+    together = window(rows, experts, SITU, 16, 8)
+    for row in (0, 3, 7):
+        alone = window(rows, experts, SITU, 16 + row, 1)
+        assert torch.equal(alone[0], together[row])
+    later = tuple(t.roll(2, 0) for t in rows)
+    assert torch.equal(window(later, experts, SITU, 18, 3), together[:3])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="K3's shapes need a device")
+@pytest.mark.parametrize("options", [{}, {"unroll": 2}, {"stages": 3}, {"up_tile": 16, "down_tile": 16, "stages": 4}])
+def test_true_shape(options):
+    rows, experts = make(torch.bfloat16, E=24, L=3584, F=3072, k=16)
+    found = window(rows, experts, SITU, 5, 8, **options)
+    assert error(found[:2].cpu(), expected(rows, experts, SITU, 5, 2)) <= 1e-2
+    for row in (0, 5):
+        assert torch.equal(window(rows, experts, SITU, 5 + row, 1, **options)[0], found[row])
