@@ -1,0 +1,1 @@
+"""DSpark: draft models that read the target's residual stream and guess a block of tokens at once."""

@@ -1,0 +1,132 @@
+"""Loading a DSpark draft: every tensor checked by name, shape and type before the first is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from k3cli.errors import ModelError
+from k3cli.model.config import ModelConfig
+from k3cli.model.dspark.config import DraftConfig
+from k3cli.model.dspark.network import DraftLayer, DraftModel, DraftWeights
+
+AGAIN = "fetch the draft again"
+NOT_USED = ("embed_tokens.weight", "lm_head.weight")
+"""Copies of the target's tables that a draft may carry."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_names(config: DraftConfig) -> dict[str, str]:
+    """Field of DraftLayer -> checkpoint name behind `layers.N.`."""
+    names = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm", "o_proj": "self_attn.o_proj"}
+    names |= {field: f"mlp.{field}" for field in ("gate_proj", "up_proj", "down_proj")}
+    if config.kind == "mla":
+        parts = {"q_a_norm": "q_a_layernorm", "kv_a_proj": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm"}
+        names |= {
+            field: f"self_attn.{parts.get(field, field)}" for field in ("q_a_proj", "q_b_proj", "kv_b_proj", *parts)
+        }
+    else:
+        names |= {field: f"self_attn.{field}" for field in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")}
+    return {field: f"{name}.weight" for field, name in names.items()}
+
+
+def shared_names(config: DraftConfig) -> dict[str, str]:
+    """Field of DraftWeights -> checkpoint name."""
+    if config.kind == "mla":
+        names = {"context_proj": "context_proj", "context_norm": "context_norm", "final_norm": "final_norm"}
+    else:
+        names = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
+    found = {field: f"{name}.weight" for field, name in names.items()}
+    found |= {f"markov_w{i}": f"markov_head.markov_w{i}.weight" for i in (1, 2)}
+    if config.confidence:
+        found |= {"confidence": "confidence_head.proj.weight", "confidence_bias": "confidence_head.proj.bias"}
+    return found
+
+
+def expected_shapes(config: DraftConfig) -> Shapes:
+    """Every tensor a draft's files must hold, by name."""
+    cfg, D, F = config, config.hidden, config.intermediate
+    layer: dict[str, tuple[int, ...]] = {
+        "input_norm": (D,),
+        "post_norm": (D,),
+        "o_proj": (D, cfg.heads * cfg.v_dim),
+        "gate_proj": (F, D),
+        "up_proj": (F, D),
+        "down_proj": (D, F),
+    }
+    if cfg.kind == "mla":
+        layer |= {
+            "q_a_proj": (cfg.q_rank, D),
+            "q_a_norm": (cfg.q_rank,),
+            "q_b_proj": (cfg.heads * (cfg.nope_dim + cfg.pe_dim), cfg.q_rank),
+            "kv_a_proj": (cfg.kv_rank + cfg.pe_dim, D),
+            "kv_a_norm": (cfg.kv_rank,),
+            "kv_b_proj": (cfg.heads * (cfg.nope_dim + cfg.v_dim), cfg.kv_rank),
+        }
+    else:
+        rows = cfg.kv_heads * cfg.v_dim
+        layer |= {"q_proj": (cfg.heads * cfg.v_dim, D), "k_proj": (rows, D), "v_proj": (rows, D)}
+        layer |= {"q_norm": (cfg.v_dim,), "k_norm": (cfg.v_dim,)}
+    shared: dict[str, tuple[int, ...]] = {
+        "context_proj": (D, len(cfg.taps) * D),
+        "context_norm": (D,),
+        "final_norm": (D,),
+        "markov_w1": (cfg.vocab, cfg.markov_rank),
+        "markov_w2": (cfg.vocab, cfg.markov_rank),
+        "confidence": (1, D + cfg.markov_rank * cfg.confidence_markov),
+        "confidence_bias": (1,),
+    }
+    names = layer_names(config)
+    found = {f"layers.{i}.{names[field]}": shape for i in range(cfg.layers) for field, shape in layer.items()}
+    return found | {name: shared[field] for field, name in shared_names(config).items()}
+
+
+def load_draft(path: Path | str, target: ModelConfig, embed: Tensor, head: Tensor) -> DraftModel:
+    """Loads the draft in folder `path` for a target whose tables are embed and head [V, D], onto their device.
+
+    Weights take the target's type. Raises ModelError for files that are missing, damaged or of another shape, and for
+    a draft made for another target.
+    """
+    path = Path(path)
+    config = DraftConfig.from_dir(path)
+    config.check_target(target)
+    expected = expected_shapes(config)
+    found = dict(_read(path, expected, head))
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ModelError(f"tensor {missing[0]}{more} is missing from the draft in {path}", "it there", AGAIN)
+    layers = tuple(
+        DraftLayer(**{field: found[f"layers.{i}.{name}"] for field, name in layer_names(config).items()})
+        for i in range(config.layers)
+    )
+    shared: Mapping[str, Tensor | None] = {field: found[name] for field, name in shared_names(config).items()}
+    absent = {"confidence": None, "confidence_bias": None}
+    return DraftModel(config, DraftWeights(layers, **{**absent, **shared}), embed, head)  # type: ignore[arg-type]
+
+
+def _read(path: Path, expected: Shapes, like: Tensor) -> Iterator[tuple[str, Tensor]]:
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"no .safetensors file in {path}", "a DSpark draft's weights", AGAIN)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as stored:
+                names = [name for name in stored.keys() if not name.endswith(NOT_USED)]  # noqa: SIM118
+                for name in names:
+                    _check(name, tuple(stored.get_slice(name).get_shape()), expected, file)
+                for name in names:
+                    yield name, stored.get_tensor(name).to(like.device, like.dtype)
+        except (SafetensorError, OSError) as problem:
+            raise ModelError(f"{file} cannot be read ({problem})", "a safetensors file", AGAIN) from None
+
+
+def _check(name: str, shape: tuple[int, ...], expected: Shapes, file: Path) -> None:
+    if name not in expected:
+        raise ModelError(f"unexpected tensor {name} in {file.name}", "only tensors config.json accounts for", AGAIN)
+    if shape != expected[name]:
+        raise ModelError(f"tensor {name} in {file.name} has shape {list(shape)}", f"{list(expected[name])}", AGAIN)
