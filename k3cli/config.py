@@ -65,6 +65,12 @@ def _device(value: Any) -> str:
     return value
 
 
+def _spec(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"auto|off|suffix|dspark(:.+)?", value):
+        raise _InvalidError("auto, off, suffix, dspark or dspark:DIR")
+    return value
+
+
 def _boolean(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -115,8 +121,10 @@ class Settings:
     """Model folder or hub id in the local Hugging Face cache. None: the shipped nano model."""
     device: str = field(default="auto", metadata={"parse": _device})
     dtype: str = field(default="auto", metadata={"parse": _choice("auto", "float32", "bfloat16")})
+    spec: str = field(default="auto", metadata={"parse": _spec})
+    """Where drafts come from: auto, off, suffix, dspark or dspark:DIR."""
     window: int | None = field(default=None, metadata={"parse": _number(int, 1, 64, "a whole number from 1 to 64")})
-    """Rows of one decode or verify step, tokens."""
+    """Most tokens of one verify step, drafts included; None: as many as the model's step has rows."""
 
     effort: str | None = field(default=None, metadata={"parse": _choice("low", "high", "max")})
     thinking: bool = field(default=True, metadata={"parse": _boolean})

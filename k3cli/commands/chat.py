@@ -36,6 +36,9 @@ def command(
     min_p: opt.MinP = None,
     seed: opt.Seed = None,
     max_tokens: opt.MaxTokens = None,
+    spec: opt.Spec = None,
+    window: opt.Window = None,
+    draft_from: opt.DraftFrom = None,
     model: opt.Model = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
@@ -46,6 +49,7 @@ def command(
 
     One shot with -p TEXT, a pipe, or -; otherwise the terminal asks. The answer is on stdout, the rest on stderr.
     """
+    from k3cli.commands.drafts import Drafts
     from k3cli.commands.names import new_name
     from k3cli.commands.runtime import open_store, refuse_existing, settings_from
     from k3cli.commands.talk import talk
@@ -61,6 +65,8 @@ def command(
             "min_p": min_p,
             "seed": seed,
             "max_tokens": max_tokens,
+            "spec": spec,
+            "window": window,
             "model": model,
             "device": device,
             "dtype": dtype,
@@ -84,4 +90,5 @@ def command(
     elif new:
         refuse_existing(store, session)
     mode: Literal["resume", "create"] = "resume" if store.exists(session) else "create"
-    talk(store, settings, printer, request, session, mode=mode, system=system_text, tools=catalogue)
+    drafts = Drafts.read(settings, draft_from or (), store)
+    talk(store, settings, printer, request, session, mode=mode, system=system_text, tools=catalogue, drafts=drafts)

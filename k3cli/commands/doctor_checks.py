@@ -15,7 +15,7 @@ from k3cli import __version__
 from k3cli.commands.failures import as_k3_error
 from k3cli.commands.output import human_bytes
 from k3cli.config import KEYS, Settings
-from k3cli.errors import Exit, K3Error
+from k3cli.errors import Exit, K3Error, UsageError
 
 if TYPE_CHECKING:
     from k3_sessions.types import StateLayout
@@ -119,8 +119,7 @@ def model(settings: Settings) -> Iterator[Check]:
         yield Check("chosen", "device", str(device), reason)
         dtype, reason = choose_dtype(settings.dtype, device, config)
         yield Check("chosen", "dtype", str(dtype).removeprefix("torch."), reason)
-        window = DEFAULT_WINDOW if settings.window is None else settings.window
-        yield Check("chosen", "window", f"{window} rows", settings.sources.get("window", "default"))
+        yield from drafting(settings, DEFAULT_WINDOW)
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         yield Check("chosen", "kernels", "reference (torch)", "the only implementation of every operation so far")
@@ -130,6 +129,24 @@ def model(settings: Settings) -> Iterator[Check]:
         )
     except K3Error as problem:
         yield Check("model", "problem", str(problem), why, problem.exit_code)
+
+
+def drafting(settings: Settings, window: int) -> Iterator[Check]:
+    """How decoding drafts, and from what the number of rows is decided. window: rows of a step of the model."""
+    from k3cli.engine.drafting.choose import choose
+    from k3cli.engine.drafting.policy import describe
+
+    yield Check("chosen", "step", f"{window} rows", "always this many, so that drafts change no bit")
+    source = settings.sources.get("spec")
+    choice = choose(settings.spec, f"asked for by {source}" if source else "")
+    yield Check("chosen", "drafts", choice.kind, choice.reason)
+    most = window if settings.window is None else settings.window
+    if most > window:
+        raise UsageError(f"window is {most}", f"1 to {window}, the rows of a step")
+    if choice.kind != "off":
+        yield Check("chosen", "window", f"up to {most} tokens", settings.sources.get("window", "default"))
+        for name, value, reason in describe():
+            yield Check("chosen", name, value, reason)
 
 
 def fit(weights: int, layout: StateLayout, free: int | None, limit: int, device: str) -> Iterator[Check]:

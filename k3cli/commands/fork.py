@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,6 +27,9 @@ def command(
     min_p: opt.MinP = None,
     seed: opt.Seed = None,
     max_tokens: opt.MaxTokens = None,
+    spec: opt.Spec = None,
+    window: opt.Window = None,
+    draft_from: opt.DraftFrom = None,
     model: opt.Model = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
@@ -50,6 +53,8 @@ def command(
             "min_p": min_p,
             "seed": seed,
             "max_tokens": max_tokens,
+            "spec": spec,
+            "window": window,
             "model": model,
             "device": device,
             "dtype": dtype,
@@ -76,6 +81,9 @@ def command(
         printer.event("forked", name=new, source=name, turn=session.head)
         printer.done(name=new)
         return
+    from k3cli.commands.drafts import Drafts
     from k3cli.commands.talk import talk
 
-    talk(store, settings, printer, request, name, mode="ephemeral" if ephemeral else "fork", new=new, at=turn)
+    drafts = Drafts.read(settings, draft_from or (), store)
+    mode: Literal["ephemeral", "fork"] = "ephemeral" if ephemeral else "fork"
+    talk(store, settings, printer, request, name, mode=mode, new=new, at=turn, drafts=drafts)

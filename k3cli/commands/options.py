@@ -33,6 +33,20 @@ Model = Annotated[
 Device = Annotated[str | None, typer.Option("--device", metavar="DEV", help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")]
 
+Spec = Annotated[
+    str | None,
+    typer.Option("--spec", metavar="KIND", help="Drafts: auto, off, suffix, dspark[:DIR]. They change no token."),
+]
+Window = Annotated[
+    str | None, typer.Option("--window", metavar="N", help="Most tokens verified in one step, drafts included.")
+]
+DraftFrom = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft-from", metavar="PATH", help="Draft from this text file, too, or from session:NAME. Repeatable."
+    ),
+]
+
 System = Annotated[str | None, typer.Option("--system", metavar="FILE", help="System text of a new session.")]
 Tools = Annotated[
     str | None, typer.Option("--tools", metavar="FILE.json", help="Tool declarations (JSON list) of a new session.")

@@ -23,6 +23,9 @@ def command(
     min_p: opt.MinP = None,
     seed: opt.Seed = None,
     max_tokens: opt.MaxTokens = None,
+    spec: opt.Spec = None,
+    window: opt.Window = None,
+    draft_from: opt.DraftFrom = None,
     model: opt.Model = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
@@ -33,6 +36,7 @@ def command(
 
     With --at the session goes on from an older turn; it moves there when the first new turn is saved.
     """
+    from k3cli.commands.drafts import Drafts
     from k3cli.commands.names import find_turn
     from k3cli.commands.runtime import open_store, require_session, settings_from
     from k3cli.commands.talk import talk
@@ -46,6 +50,8 @@ def command(
             "min_p": min_p,
             "seed": seed,
             "max_tokens": max_tokens,
+            "spec": spec,
+            "window": window,
             "model": model,
             "device": device,
             "dtype": dtype,
@@ -65,4 +71,5 @@ def command(
     store = open_store(settings)
     require_session(store, name)
     turn = None if at is None else find_turn(store, name, at).id
-    talk(store, settings, printer, request, name, mode="resume", at=turn)
+    drafts = Drafts.read(settings, draft_from or (), store)
+    talk(store, settings, printer, request, name, mode="resume", at=turn, drafts=drafts)

@@ -105,7 +105,6 @@ def load_engine(settings: Settings, printer: Printer) -> Engine:
         device=settings.device,
         dtype=settings.dtype,
         progress=loading_bar(printer),
-        **_given({"window": settings.window}),
     )
     printer.clear_bar()
     for line in engine.notices:

@@ -16,6 +16,7 @@ from k3cli.config import Settings
 if TYPE_CHECKING:
     from k3_sessions.store import Store
 
+    from k3cli.commands.drafts import Drafts
     from k3cli.engine.conversation import Conversation, Mode
 
 
@@ -31,8 +32,11 @@ def talk(
     at: str | None = None,
     system: str | None = None,
     tools: list[dict[str, Any]] | None = None,
+    drafts: Drafts | None = None,
 ) -> None:
     """Load the model, open the conversation, and answer. See `Conversation.open` for mode, new and at (a turn id).
+
+    drafts: where drafts come from; None: plain decoding.
 
     Raises typer.Exit with the code of a signal or a closed pipe, after the turn is saved.
     """
@@ -44,6 +48,8 @@ def talk(
         settings = recorded_model(settings, store, name, printer)
     sampling = sampling_of(settings)
     engine = load_engine(settings, printer)
+    if drafts is not None:
+        drafts.apply(engine, store)
     try:
         conversation = Conversation.open(
             engine,

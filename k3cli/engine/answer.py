@@ -171,6 +171,7 @@ class Answer:
         began = time.perf_counter()
         for token in timeline.generate(self._sampling, self._engine.renderer.stop_ids, limit, cancel):
             self._seconds["decode"] = time.perf_counter() - began
+            yield from self._drafter_failure()
             yield from self._translate(self._parser.feed(token))
         self.finish(timeline.stop_reason)
 
@@ -183,7 +184,31 @@ class Answer:
 
     def closing_events(self) -> list[ev.Event]:
         """What is left to tell after `finish`."""
-        return [*self._rest, ev.Stopped(self.stop, len(self.generated))]
+        return [*self._drafter_failure(), *self._rest, ev.Stopped(self.stop, len(self.generated)), self._speculation()]
+
+    def _drafter_failure(self) -> list[ev.Event]:
+        speculator = self._timeline.speculator
+        if speculator is None or not (failure := speculator.take_failure()):
+            return []
+        name = speculator.drafter.name
+        return [ev.Notice("drafter-failed", f"the {name} drafter failed ({failure}): going on without drafts")]
+
+    def _speculation(self) -> ev.Speculation:
+        stats, speculator = self._timeline.decoding, self._timeline.speculator
+        times = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "commit": stats.commit_seconds}
+        return ev.Speculation(
+            drafter="off" if speculator is None else speculator.drafter.name,
+            failed=None if speculator is None else speculator.failure or None,
+            window=1 if speculator is None else speculator.policy.rows,
+            steps=stats.steps,
+            tokens=stats.tokens,
+            tokens_per_step=round(stats.tokens / stats.steps, 3) if stats.steps else 0.0,
+            acceptance=stats.acceptance(),
+            tested=[n for n in stats.tested if n],
+            rows=stats.rows[1:],
+            seconds={key: round(value, 6) for key, value in times.items()},
+            inputs={} if speculator is None else speculator.describe(),
+        )
 
     def _translate(self, events: Sequence[chat.ChatEvent]) -> list[ev.Event]:
         out: list[ev.Event] = []

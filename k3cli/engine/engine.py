@@ -11,12 +11,16 @@ from k3_sessions.identity import layout_digest
 from k3_sessions.types import Identity, RestoredState, StateLayout
 
 import k3cli
+from k3cli.engine.drafting.choose import OFF, Choice, drafter_maker
+from k3cli.engine.drafting.policy import Costs
+from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.timeline import PREFILL_CHUNK, Timeline
-from k3cli.errors import ModelError
+from k3cli.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from k3cli.chat.renderer import Renderer
     from k3cli.chat.tokenizer import Tokenizer
+    from k3cli.engine.drafting.drafter import Drafter
     from k3cli.model.weights import LoadProgress
 
 
@@ -51,6 +55,10 @@ class Engine:
         self.dtype = dtype
         self.notices = tuple(notices)
         self._reasons = dict(reasons or {})
+        self.speculation: Choice = OFF
+        self._draft_rows = model.window
+        self._costs = Costs(model.window)
+        self._make_drafter: Callable[[], Drafter] | None = None
         self.layout: StateLayout = model.state_layout()
         self.identity = Identity(
             weights=weights_digest,
@@ -77,7 +85,6 @@ class Engine:
         """
         from k3cli.chat.renderer import renderer_for
         from k3cli.chat.tokenizer import Tokenizer
-        from k3cli.errors import UsageError
         from k3cli.model.config import ModelConfig
         from k3cli.model.hub import resolve_model
         from k3cli.model.weights import load_model
@@ -111,16 +118,39 @@ class Engine:
             notices=loaded.notices,
         )
 
+    def speculate(
+        self, choice: Choice, rows: int | None = None, *, make: Callable[[], Drafter] | None = None, **sources: Any
+    ) -> None:
+        """What timelines made from now on draft with; until this is called they decode plainly.
+
+        rows: most rows of a step, 1 to the model's window (default). make: a drafter of the caller's own, instead of
+        the chosen one. sources: see choose.drafter_maker. UsageError for rows out of range.
+        """
+        window = self.model.window
+        rows = window if rows is None else rows
+        if not 1 <= rows <= window:
+            raise UsageError(f"window is {rows}", f"1 to {window}, the rows of a step of this model")
+        self.speculation = choice
+        self._draft_rows = rows
+        self._make_drafter = make or drafter_maker(choice, **sources)
+
     def timeline(self, tokens: Sequence[int] = ()) -> Timeline:
         """A timeline at position 0; `tokens` are pending."""
-        return Timeline(self.model, self.model.new_state(), tokens, limit=self.context_limit, device=self.device)
+        return self._timeline(self.model.new_state(), tokens)
 
     def restored_timeline(self, restored: RestoredState, tokens: Sequence[int]) -> Timeline:
         """A timeline over state read from the store, complete and verified. tokens: the whole history."""
         state = self.model.new_state()
         if restored.position:
             state.load(restored)
-        return Timeline(self.model, state, tokens, limit=self.context_limit, device=self.device)
+        return self._timeline(state, tokens)
+
+    def _timeline(self, state: Any, tokens: Sequence[int]) -> Timeline:
+        speculator = None
+        if self._make_drafter is not None and self._draft_rows > 1:
+            vocab = getattr(getattr(self.model, "config", None), "vocab", self.tokenizer.n_vocab)
+            speculator = Speculator(self._make_drafter(), self._costs, self._draft_rows, vocab)
+        return Timeline(self.model, state, tokens, limit=self.context_limit, device=self.device, speculator=speculator)
 
     def runtime(self) -> dict[str, Any]:
         """What the bits of a computation may depend on beside its inputs; recorded with every turn."""
@@ -145,6 +175,11 @@ class Engine:
                 "what": "window",
                 "choice": f"{self.model.window} rows",
                 "reason": "decode and verify always run this many rows, so that they give the same bits",
+            },
+            {
+                "what": "speculation",
+                "choice": self.speculation.kind,
+                "reason": self.speculation.reason,
             },
             {
                 "what": "prefill chunk",

@@ -126,6 +126,31 @@ class Stopped(Event):
 
 
 @dataclass(frozen=True)
+class Speculation(Event):
+    """How the answer was decoded; tokens are the same with any drafter.
+
+    drafter: its name, "off" without one. failed: why it was turned off during this session, None if it was not.
+    window: most rows a step may have. steps, tokens: verify steps, and the tokens they evaluated. acceptance: for each
+    place in a window, the share of drafts that were right, given those before them were. tested: how many that is of.
+    rows: how many steps had 1, 2, ... rows. seconds: in `draft`, `verify` (drawing included) and `commit`. inputs: what
+    the number of rows is decided from: `step_ms` by rows, and the `hit_rates` of the drafter where it measures them.
+    """
+
+    type: ClassVar[str] = "speculation"
+    drafter: str
+    failed: str | None
+    window: int
+    steps: int
+    tokens: int
+    tokens_per_step: float
+    acceptance: list[float]
+    tested: list[int]
+    rows: list[int]
+    seconds: dict[str, float]
+    inputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Saved(Event):
     """The turn is durable.
 

@@ -3,20 +3,26 @@
 `tokens` is everything said so far; `position` of them are evaluated into the state; the rest is pending. Between any
 two steps (a prefill chunk or a decoded token) the timeline can be forked, saved, continued or dropped. A step that
 fails half way tears the timeline: it then refuses every further use, and the caller restores the last saved state.
+
+With drafts, one window evaluates several tokens at once, and they are given out one by one. Seen from outside nothing
+differs: the rows that count so far are committed before anything looks at the state, the others never were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from k3cli.engine.drafting.speculator import DecodeStats, Speculator
 from k3cli.engine.sampling import Sampling, draw
 from k3cli.engine.schedule import Schedule
+from k3cli.engine.snapshot import ModelLike, StateLike
+from k3cli.engine.snapshot import Snapshot as Snapshot
+from k3cli.engine.window import Window
 from k3cli.errors import ContextError, K3Error
 
 PREFILL_CHUNK = 512
@@ -31,60 +37,12 @@ def never() -> bool:
     return False
 
 
-class StateLike(Protocol):
-    """What the engine needs of `k3cli.model.state.State`."""
-
-    @property
-    def position(self) -> int: ...
-
-    def fork(self) -> StateLike: ...
-
-    def checkpoint(self) -> Mapping[str, Any]: ...
-
-    def page_rows(self, field: str, start: int, stop: int) -> Any: ...
-
-
-class ModelLike(Protocol):
-    """What the engine needs of `k3cli.model.network.K3Model`; see there for the contract of each call."""
-
-    @property
-    def window(self) -> int: ...
-
-    def prefill(self, ids: Tensor, state: Any, *, logits: str = "last") -> Tensor | None: ...
-
-    def verify(self, ids: Tensor, state: Any) -> tuple[Tensor, Any]: ...
-
-    def commit(self, state: Any, log: Any, n: int) -> None: ...
-
-
-class Snapshot:
-    """A `StateSource`: the state of a timeline at one moment, unchanged by whatever the timeline does next.
-
-    Full pages are shared with the timeline, the rest is a copy.
-    """
-
-    def __init__(self, state: StateLike) -> None:
-        self._state = state
-        self.position = state.position
-
-    def checkpoint(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Every checkpoint field, [n_layers, *shape], C-contiguous; bfloat16 as uint16 bits."""
-        return {name: _host(array) for name, array in self._state.checkpoint().items()}
-
-    def page_rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Rows [start, stop) of a page field, [n_layers, stop - start, *shape], C-contiguous."""
-        return _host(self._state.page_rows(name, start, stop))
-
-
-def _host(array: Any) -> np.ndarray[Any, Any]:
-    if isinstance(array, Tensor):
-        array = array.detach().cpu()
-        array = (array.view(torch.uint16) if array.dtype == torch.bfloat16 else array).numpy()
-    return np.ascontiguousarray(array)
-
-
 class Timeline:
-    """Tokens, state, and the schedule that led there. Not safe for use by two threads at once."""
+    """Tokens, state, and the schedule that led there. Not safe for use by two threads at once.
+
+    decoding: what was decoded since the last `extend` or `generate`. speculator: where drafts come from, None for plain
+    decoding.
+    """
 
     def __init__(
         self,
@@ -94,6 +52,7 @@ class Timeline:
         *,
         limit: int,
         device: torch.device | str = "cpu",
+        speculator: Speculator | None = None,
     ) -> None:
         """state: private to this timeline. tokens: all ids, at least `state.position`. limit: context size."""
         assert state.position <= len(tokens), (state.position, len(tokens))
@@ -103,14 +62,17 @@ class Timeline:
         self.tokens: list[int] = list(tokens)
         self.schedule = Schedule(state.position)
         self.stop_reason = ""
+        self.speculator = speculator
+        self.decoding = DecodeStats(model.window)
         self._state = state
         self._logits: Tensor | None = None
+        self._window: Window | None = None
         self._torn = ""
 
     @property
     def position(self) -> int:
         """Number of tokens evaluated into the state."""
-        return self._state.position
+        return self._state.position + (0 if self._window is None else self._window.used)
 
     @property
     def pending(self) -> list[int]:
@@ -132,6 +94,8 @@ class Timeline:
         self._usable()
         if len(self.tokens) + len(ids) > self.limit:
             raise overflow(len(self.tokens), len(ids), self.limit)
+        self._settle()
+        self.decoding = DecodeStats(self.model.window)
         self.tokens.extend(ids)
 
     def prefill(self, cancel: Cancel = never) -> Iterator[int]:
@@ -157,8 +121,10 @@ class Timeline:
 
         The token drawn last stays pending. More than one pending token at the start is prefilled first. Afterwards
         `stop_reason` is "stop", "length" or "cancelled". Closing the iterator early leaves a usable timeline.
+        Drafts change how many steps it takes, and nothing else.
         """
-        self._usable()
+        self._settle()
+        self.decoding = DecodeStats(self.model.window)
         self.stop_reason = "cancelled"
         if len(self.pending) > 1:
             for _ in self.prefill(cancel):
@@ -166,29 +132,32 @@ class Timeline:
             if self.pending:
                 return
         room = min(max_tokens, self.limit - len(self.tokens))
+        if self.speculator is not None:
+            self.speculator.begin(self.tokens, sampling)
         drawn = 0
         while True:
             if drawn >= room:
                 self.stop_reason = "length"
-                return
+                break
             if cancel():
-                return
+                break
             if self.pending:
-                self._decode(1)
+                self._next_row(room - drawn)
             if self._logits is None:
                 raise K3Error(
                     "there is nothing to continue from: every token of the history is already evaluated",
                     "at least one pending token",
                     "send a message",
                 )
-            token = draw(self._logits.unsqueeze(0), [len(self.tokens)], sampling)[0]
+            token = self._draw(sampling)
             self.tokens.append(token)
             drawn += 1
             if token in stop_ids:
                 self.stop_reason = "stop"
             yield token
             if self.stop_reason == "stop":
-                return
+                break
+        self._settle()
 
     def follow(self, schedule: Schedule, cancel: Cancel = never) -> Iterator[tuple[int, Tensor]]:
         """Evaluate pending tokens along a recorded schedule.
@@ -225,22 +194,75 @@ class Timeline:
 
     def fork(self) -> Timeline:
         """An independent timeline at the same point; full MLA pages are shared."""
-        self._usable()
-        child = Timeline(self.model, self._state.fork(), self.tokens, limit=self.limit, device=self.device)
+        self._settle()
+        child = Timeline(
+            self.model,
+            self._state.fork(),
+            self.tokens,
+            limit=self.limit,
+            device=self.device,
+            speculator=None if self.speculator is None else self.speculator.fork(),
+        )
         child.schedule = self.schedule.copy()
         child._logits = self._logits
         return child
 
     def snapshot(self) -> Snapshot:
         """The state now, for the store; stays as it is while this timeline goes on."""
-        self._usable()
-        return Snapshot(self._state.fork())
+        self._settle()
+        return Snapshot(self._state.fork(), self.device)
 
     def close(self) -> None:
         """Drop the state. The timeline can't be used afterwards."""
         self._torn = "it was closed"
-        self._logits = None
+        self._logits = self._window = self.speculator = None
         del self._state
+
+    def _next_row(self, room: int) -> None:
+        """Evaluate the one pending token: as a row of the window at hand, or with a new one. room: tokens to come."""
+        window = self._window
+        if window is None or not window.fits(self.tokens):
+            self._settle()
+            window = self._window = self._open(room)
+        self._logits = window.logits[window.used]
+        window.used += 1
+        self.schedule.add("decode", 1)
+
+    def _open(self, room: int) -> Window:
+        """A window of the pending token and, with a speculator, of drafts; the state stays as it is."""
+        drafts, draft_seconds = ([], 0.0) if self.speculator is None else self.speculator.propose(self.tokens, room - 1)
+        ids = [self.tokens[-1], *drafts]
+        self._usable()
+        self._torn = f"a decode step at position {self.position} was interrupted"
+        began = time.perf_counter()
+        logits, log = self.model.verify(torch.tensor(ids, dtype=torch.long, device=self.device), self._state)
+        self._torn = ""
+        return Window(ids, self.position, logits, log, draft_seconds, time.perf_counter() - began)
+
+    def _draw(self, sampling: Sampling) -> int:
+        """The token after the last evaluated one. The first draw of a window counts as part of its step: on a GPU it
+        is what waits for the logits."""
+        assert self._logits is not None
+        began = time.perf_counter()
+        token = draw(self._logits.unsqueeze(0), [len(self.tokens)], sampling)[0]
+        seconds = time.perf_counter() - began
+        if self._window is not None and self._window.used == 1:
+            self._window.seconds += seconds
+        else:
+            self.decoding.verify_seconds += seconds
+        return token
+
+    def _settle(self) -> None:
+        """Commit the rows that count, and let go of the others."""
+        self._usable()
+        window = self._window
+        if window is None:
+            return
+        began = time.perf_counter()
+        self._torn = f"a decode step at position {self._state.position} was interrupted"
+        self.model.commit(self._state, window.log, window.used)
+        self._torn, self._window = "", None
+        window.account(self.tokens, time.perf_counter() - began, self.decoding, self.speculator)
 
     def _prefill_chunk(self, n: int, rows: str) -> Tensor:
         with self._step("prefill", n):
@@ -264,7 +286,7 @@ class Timeline:
     @contextmanager
     def _step(self, kind: str, n: int) -> Iterator[None]:
         """Around one change of the state: torn until it has ended, recorded when it has."""
-        self._usable()
+        self._settle()
         before = self.position
         self._torn = f"a {kind} step at position {before} was interrupted"
         yield

@@ -66,7 +66,7 @@ def test_events_are_ndjson_and_the_last_is_done(k3) -> None:
     assert "".join(e["text"] for e in events if e["type"] == "text") == "hard"
     assert "".join(e["text"] for e in events if e["type"] == "thinking") == "pondering hard"
     order = [e["type"] for e in events if e["type"] not in ("text", "thinking")]
-    assert order == ["session", "prompt", "stopped", "saved", "done"]
+    assert order == ["session", "prompt", "stopped", "speculation", "saved", "done"]
     saved = done.one("saved")
     assert (saved["reused"], saved["replayed"]) == (0, 0)
     assert saved["bytes_written"] > 0

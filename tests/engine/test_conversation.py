@@ -42,7 +42,13 @@ def test_a_turn_ends_with_saved_and_done(fake_engine, store, talk) -> None:
     with conversation:
         events = talk(conversation, "Hello", "Good day.", sampling=Sampling(seed=1))
         assert text_of(events) == "Good day."
-        assert [e.type for e in events if not isinstance(e, ev.Text)] == ["prompt", "stopped", "saved", "done"]
+        assert [e.type for e in events if not isinstance(e, ev.Text)] == [
+            "prompt",
+            "stopped",
+            "speculation",
+            "saved",
+            "done",
+        ]
         done = events[-1]
         assert isinstance(done, ev.Done)
         assert (done.reason, done.saved, done.turn) == ("stop", True, conversation.turn_id)

@@ -1,0 +1,72 @@
+"""`--spec`, `--window` and `--draft-from`: where drafts come from, read before the model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from k3cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from k3_sessions.store import Store
+
+    from k3cli.config import Settings
+    from k3cli.engine.drafting.choose import Choice
+    from k3cli.engine.engine import Engine
+
+SESSION = "session:"
+LARGEST = 64 << 20
+"""Bytes of one text to draft from."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What drafts are made from. texts: contents of files; sessions: names of stored ones."""
+
+    choice: Choice
+    window: int | None
+    texts: tuple[str, ...]
+    sessions: tuple[str, ...]
+
+    @classmethod
+    def read(cls, settings: Settings, draft_from: Sequence[str], store: Store) -> Drafts:
+        """UsageError for a drafter that can't be had or a file that can't be read; SessionError for no such session."""
+        from k3cli.engine.drafting.choose import choose
+        from k3cli.model.network import DEFAULT_WINDOW
+
+        if settings.window is not None and settings.window > DEFAULT_WINDOW:
+            raise UsageError(
+                f"{settings.sources['window']} is {settings.window}", f"1 to {DEFAULT_WINDOW}, a step's rows"
+            )
+        source = settings.sources.get("spec")
+        choice = choose(settings.spec, f"asked for by {source}" if source else "")
+        if draft_from and choice.kind == "off":
+            raise UsageError("--draft-from without drafts", "--spec auto or suffix, which draft from texts")
+        names = [name.removeprefix(SESSION) for name in draft_from if name.startswith(SESSION)]
+        for name in names:
+            store.session(name)
+        texts = [_text(Path(path)) for path in draft_from if not path.startswith(SESSION)]
+        return cls(choice, settings.window, tuple(texts), tuple(names))
+
+    def apply(self, engine: Engine, store: Store) -> None:
+        """The timelines of this engine draft so from here on. UsageError when --window is out of range."""
+        sources = [engine.tokenizer.encode_text(text) for text in self.texts]
+        for name in self.sessions:
+            head = store.session(name).head
+            # Ids of another tokenizer are only bad guesses; those the model does not have are left out.
+            ids = [] if head is None else [int(token) for token in store.tokens(head)]
+            sources.append([token for token in ids if token < engine.tokenizer.n_vocab])
+        engine.speculate(self.choice, self.window, sources=sources)
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > LARGEST:
+            raise UsageError(f"--draft-from {path} has more than {LARGEST >> 20} MiB", "a smaller text")
+        return path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise UsageError(f"--draft-from {path}: {problem.strerror}", "a text file, or session:NAME") from None
+    except ValueError:
+        raise UsageError(f"--draft-from {path} is no UTF-8", "a text file, or session:NAME") from None

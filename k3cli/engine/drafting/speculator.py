@@ -1,0 +1,134 @@
+"""A drafter at work on one timeline: asked, checked, timed, and turned off when it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from k3cli.engine.drafting.drafter import NOTHING, Draft, Drafter
+from k3cli.engine.drafting.policy import Costs, Policy
+
+if TYPE_CHECKING:
+    from k3cli.engine.sampling import Sampling
+
+
+@dataclass
+class DecodeStats:
+    """What one run of decoding did. Seconds are wall time; `verify` includes drawing from its rows.
+
+    steps: windows evaluated. tokens: rows kept, which is tokens evaluated. rows[n]: windows of n rows. tested[i],
+    accepted[i]: drafts at place i of a window (0: the first draft) that were compared with the drawn token, and that
+    were equal to it.
+    """
+
+    window: int
+    steps: int = 0
+    tokens: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    rows: list[int] = field(default_factory=list)
+    tested: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rows = [0] * (self.window + 1)
+        self.tested = [0] * (self.window - 1)
+        self.accepted = [0] * (self.window - 1)
+
+    def note(self, rows: int, used: int, tested: int, hits: int) -> None:
+        """One window: its rows, how many were kept, how many drafts were compared and how many of those were right."""
+        self.steps += 1
+        self.tokens += used
+        self.rows[rows] += 1
+        for i in range(tested):
+            self.tested[i] += 1
+            self.accepted[i] += i < hits
+
+    def acceptance(self) -> list[float]:
+        """Share accepted by place, given those before it were; ends at the last place that was tested."""
+        return [round(a / t, 4) for a, t in zip(self.accepted, self.tested, strict=True) if t]
+
+
+class Speculator:
+    """Proposes drafts for the steps of one timeline; never raises for what a drafter does.
+
+    failure: why the drafter was turned off, "" while it works.
+    """
+
+    def __init__(self, drafter: Drafter, costs: Costs, rows: int, vocab: int) -> None:
+        """rows: most rows of a step. vocab: ids a draft may hold, those below it."""
+        self.drafter = drafter
+        self.policy = Policy(costs, rows)
+        self.failure = ""
+        self._vocab = vocab
+        self._told = False
+
+    def begin(self, context: Sequence[int], sampling: Sampling) -> None:
+        """A run of decoding starts; `context` is every token of the timeline."""
+        self.policy.begin()
+        if not self.failure:
+            try:
+                self.drafter.begin(context, sampling)
+            except Exception as error:
+                self._fail(error)
+
+    def propose(self, context: Sequence[int], room: int) -> tuple[list[int], float]:
+        """Drafts worth verifying behind the last token of `context`, at most `room`, and the seconds that took."""
+        most = min(room, self.policy.rows - 1)
+        if self.failure or most < 1 or self.policy.resting():
+            return [], 0.0
+        began = time.perf_counter()
+        try:
+            draft = self.drafter.propose(context, len(context) - 1, most)
+            ids = self._checked(draft, most)
+        except Exception as error:
+            self._fail(error)
+            draft, ids = NOTHING, []
+        rows = self.policy.choose(len(ids), draft.confidence) if ids else 1
+        return ids[: rows - 1], time.perf_counter() - began
+
+    def observe(self, accepted: Sequence[int], hidden: Any = None) -> None:
+        """See drafter.Drafter."""
+        if not self.failure:
+            try:
+                self.drafter.observe(accepted, hidden)
+            except Exception as error:
+                self._fail(error)
+
+    def fork(self) -> Speculator:
+        """For a copy of the timeline: shares what was measured, not what changes with the tokens."""
+        child = Speculator(
+            self.drafter if self.failure else self.drafter.fork(), self.policy.costs, self.policy.rows, self._vocab
+        )
+        child.failure, child._told = self.failure, self._told
+        return child
+
+    def take_failure(self) -> str:
+        """The failure, once; "" when there is nothing new to tell."""
+        if self._told or not self.failure:
+            return ""
+        self._told = True
+        return self.failure
+
+    def describe(self) -> dict[str, Any]:
+        """What decisions are made from: cost of a step by rows in ms, as measured, and the drafter's own hit rates."""
+        measured = self.policy.costs.measured()
+        found: dict[str, Any] = {"step_ms": {str(n): round(s * 1e3, 3) for n, s in measured.items()}}
+        rates = getattr(self.drafter, "hit_rates", None)
+        return found | ({} if rates is None else {"hit_rates": rates()})
+
+    def _checked(self, draft: Draft, most: int) -> list[int]:
+        ids = [int(token) for token in draft.ids]
+        if len(ids) > most:
+            raise ValueError(f"{len(ids)} drafts, at most {most} asked for")
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
+            raise ValueError(f"a draft holds ids from {min(ids)} to {max(ids)}, the vocabulary 0 to {self._vocab - 1}")
+        if draft.confidence is not None and len(draft.confidence) != len(ids):
+            raise ValueError(f"{len(draft.confidence)} confidences for {len(ids)} drafts")
+        return ids
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {error}"

@@ -1,0 +1,51 @@
+"""One verify step of a timeline: the rows evaluated together, and how many of them count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from k3cli.engine.drafting.speculator import DecodeStats, Speculator
+
+
+@dataclass
+class Window:
+    """Rows that were evaluated together behind the committed state, and how many of them count so far.
+
+    ids: the pending token and the drafts behind it. start: position of the first. logits float32 [len(ids), V]; log:
+    what `commit` takes. seconds: what the step cost, without the draft.
+    """
+
+    ids: list[int]
+    start: int
+    logits: Tensor
+    log: Any
+    draft_seconds: float
+    seconds: float
+    used: int = 0
+
+    def fits(self, tokens: Sequence[int]) -> bool:
+        """Whether the next row is that of the next token to evaluate."""
+        return self.used < len(self.ids) and self.ids[self.used] == tokens[self.start + self.used]
+
+    def account(
+        self, tokens: Sequence[int], commit_seconds: float, stats: DecodeStats, speculator: Speculator | None
+    ) -> None:
+        """Report a window that is over. tokens: all of the timeline, with those drawn from the window."""
+        rows, used = len(self.ids), self.used
+        after = tokens[self.start + used : self.start + used + 1]
+        # Behind the last row kept, a draft that was drawn is right even if its row is not wanted any more.
+        hits = used - 1 + (after == self.ids[used : used + 1] != [])
+        tested = min(rows - 1, used) if after else hits
+        stats.note(rows, used, tested, hits)
+        stats.draft_seconds += self.draft_seconds
+        stats.verify_seconds += self.seconds
+        stats.commit_seconds += commit_seconds
+        if speculator is not None:
+            speculator.policy.costs.note(rows, self.seconds + commit_seconds)
+            speculator.policy.note(rows, used, tested, hits, self.draft_seconds)
+            speculator.observe(self.ids[:used])
