@@ -7,11 +7,14 @@ finds its inputs in the cache. Bytes and operations are counted by the case, fro
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+BUDGET_S = 3.0
+"""Seconds after which a measurement of at least five replays ends."""
 COLD_BYTES = 256 << 20
 """Distinct bytes one replay walks through; the L2 of a Hopper GPU holds 50 to 60 MB."""
 
@@ -73,8 +76,11 @@ def time_runs(runs: Sequence[Callable[[], object]], *, replays: int = 30, graph:
             walk()
         replay = captured.replay
     replay()
-    samples = []
+    samples: list[float] = []
+    started = time.perf_counter()
     for _ in range(replays):
+        if len(samples) >= 5 and time.perf_counter() - started > BUDGET_S:
+            break
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         replay()

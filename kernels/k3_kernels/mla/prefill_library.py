@@ -1,0 +1,66 @@
+"""Prefill through the library's attention (cuDNN, by torch): expanded per block of keys, results merged.
+
+What the library takes: bf16 on a CUDA device of capability 9.0 or newer, head widths that are multiples of 8.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3_kernels.mla.merge_triton import merge
+
+BLOCK = 16384
+"""Keys expanded at once, at multiples of it: for 96 heads 1.4 GB of keys and values."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Library attention of q [T, H, D] over k [n, H, D], v [n, H, V]: (out [T, H, V], natural log-sum-exp [H, T])."""
+    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *heads_first, None, True, 0.0, causal, False, scale=scale
+    )
+    return found[0][0].transpose(0, 1), found[1].reshape(q.shape[1], q.shape[0])
+
+
+def expand(pages: Tensor, table: Tensor, w_kv_b: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys [n, H, N + P] and values [n, H, V] (a view, last dimension contiguous) of positions first to stop - 1."""
+    H, width, R = w_kv_b.shape
+    size, row = pages.shape[1:]
+    ids = table[first // size : -(-stop // size)].long()
+    latent = pages.index_select(0, ids).view(-1, row)[first % size :][: stop - first]
+    expanded = torch.matmul(latent[:, :R], w_kv_b.view(H * width, R).t()).view(-1, H, width)
+    return expanded, latent[:, R:]
+
+
+def prefill(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int, scale: float) -> Tensor:
+    """As the reference: blocks of BLOCK keys from position 0, the chunk's own keys last and causal.
+
+    The bits depend on start and T. Workspace: one block of keys and values, one fp32 [T, H, V].
+    """
+    T, H, width = q.shape
+    P = pages.shape[2] - w_kv_b.shape[2]
+    N = width - P
+    V = w_kv_b.shape[1] - N
+    blocks = [(first, min(first + BLOCK, start), False) for first in range(0, start, BLOCK)]
+    blocks.append((start, start + T, True))
+    total: Tensor | None = None
+    lse: Tensor | None = None
+    for first, stop, causal in blocks:
+        expanded, shared = expand(pages, table, w_kv_b, first, stop)
+        keys = expanded.new_empty(stop - first, H, width)
+        keys[..., :N] = expanded[..., :N]
+        keys[..., N:] = shared.unsqueeze(1)
+        part, part_lse = attention(q, keys, expanded[..., N:], causal, scale)
+        if total is None or lse is None:
+            total, lse = part, part_lse.contiguous()
+            continue
+        out = total
+        if stop == start + T:
+            out = q.new_empty(T, H, V)
+        elif total.dtype != torch.float32:
+            out = torch.empty(T, H, V, device=q.device, dtype=torch.float32)
+        merge(total, lse, part, part_lse, out)
+        total = out
+    assert total is not None
+    return total
