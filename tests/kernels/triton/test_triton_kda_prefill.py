@@ -1,0 +1,139 @@
+"""The KDA prefill kernels against the token loop in fp64: interpreted here without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from k3_kernels import kda
+from k3_kernels.ops import error, kda_definition
+
+prefill_triton = pytest.importorskip("k3_kernels.kda.prefill_triton")
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+TYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3}
+H, K, V = (5, 128, 64) if CUDA else (2, 32, 16)
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+
+
+def draw(
+    T: int, bound: float | None = -5.0, *, heads: int = H, width: int = V, dtype: torch.dtype = torch.float32
+) -> list:
+    """Arguments of prefill; tokens are slices of a wider tensor that is NaN everywhere else."""
+    random = torch.Generator().manual_seed(T)
+    wide = torch.full((T + 2, 3 * heads * K + heads * width + 16 + heads), float("nan"))
+    parts = [heads * K] * 3 + [heads * width, 16, heads]
+    fill = wide[1 : T + 1].split(parts, dim=-1)
+    for part in (*fill[:4], fill[5]):
+        part.copy_(torch.randn(part.shape, generator=random))
+    q, k, f, v, _, b = wide.to(dtype).to(DEVICE)[1 : T + 1].split(parts, dim=-1)
+    rates, bias = torch.randn(heads, generator=random) * 0.5, torch.randn(heads, K, generator=random) - 1
+    state = torch.randn(heads, width, K, generator=random)
+    rows = [x.unflatten(1, (heads, -1)) for x in (q, k, v, f)]
+    return [*rows, b, rates.to(DEVICE), bias.to(DEVICE), bound, state.to(DEVICE)]
+
+
+def run(arguments: list, **options: int):
+    """The kernels' results; memory they got is full of NaN, what they were given stays as it was."""
+    state = arguments[-1].clone()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = prefill_triton.prefill(*arguments, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(state, arguments[-1])
+    assert found[0].dtype == arguments[2].dtype
+    assert found[1].dtype == torch.float32
+    return found
+
+
+def check(arguments: list, **options: int):
+    found, expected = run(arguments, **options), kda_definition(*arguments)
+    errors = [error(a, b) for a, b in zip(found, expected, strict=True)]
+    assert max(errors) < TOLERANCE[arguments[0].dtype], errors
+    return found
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("T", [0, 1, 31, 32, 33, 63, 64, 65, 200, *([1000, 4096] if CUDA else [])])
+def test_lengths(T: int, dtype: torch.dtype):
+    check(draw(T, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("T", [1, 33, *([63, 64, 65, 1000] if CUDA else [])])
+def test_the_gate_without_bound(T: int, dtype: torch.dtype):
+    """Rates up to 200: log decays of -1000 beside others near 0 in one chunk."""
+    arguments = draw(T, None, dtype=dtype)
+    arguments[5][:2] = torch.tensor([5.3, -4.0])
+    check(arguments)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("raw", [60.0, -60.0, "mixed"])
+@pytest.mark.parametrize("bound", [-5.0, -4.0, pytest.param(-8.0, marks=pytest.mark.skipif(not CUDA, reason="slow"))])
+def test_extremes_of_the_gate(raw: float | str, bound: float, dtype: torch.dtype):
+    """Log decay at the bound for whole chunks, near 0, and one beside the other."""
+    arguments = draw(67, bound, dtype=dtype)
+    f = arguments[3]
+    if raw == "mixed":
+        f.sign_().mul_(60)
+    else:
+        f.fill_(raw)
+    check(arguments)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_repeated_keys(dtype: torch.dtype):
+    """One key for all tokens, beta near 1, no decay: the worst case of the triangular inverse."""
+    arguments = draw(64, dtype=dtype)
+    arguments[1].copy_(arguments[1][:1].clone().expand_as(arguments[1]))
+    arguments[3].fill_(-60)
+    arguments[4].fill_(8)
+    check(arguments)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("segments", [1, 2, 3, 7])
+def test_segments(segments: int, dtype: torch.dtype):
+    """Segments of any number, also such that the last one is shorter or ends in a chunk with a rest."""
+    check(draw(230, dtype=dtype), segments=segments)
+
+
+def test_a_long_call_is_several(monkeypatch: pytest.MonkeyPatch):
+    arguments = draw(150)
+    whole = run(arguments, segments=1)
+    monkeypatch.setattr(prefill_triton, "WORKSPACE", 1)
+    parts = check(arguments)
+    assert all(error(a, b) < 2e-5 for a, b in zip(parts, whole, strict=True))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_same_call_gives_the_same_bits(dtype: torch.dtype):
+    arguments = draw(130, dtype=dtype)
+    first, second = run(arguments, segments=2), run(arguments, segments=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_later_tokens_change_nothing_before_them():
+    """Outputs and state of whole chunks have the same bits with other chunks behind them, in a call of one segment."""
+    arguments = draw(96)
+    head = [x[:64] for x in arguments[:5]] + arguments[5:]
+    out, _ = run(arguments, segments=1)
+    assert torch.equal(out[:64], run(head, segments=1)[0])
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("heads", [3, 96])
+def test_k3_heads(heads: int):
+    check(draw(600, heads=heads, width=128, dtype=torch.bfloat16))
+
+
+def test_what_the_kernel_refuses_is_said():
+    device = torch.device(DEVICE)
+    assert not kda.prefill_choice(device, 20, 16, torch.float32).kernel
+    if CUDA:
+        assert kda.prefill_choice(device, 128, 128, torch.bfloat16).kernel
+        assert "K = 20" in kda.prefill_choice(device, 20, 16, torch.float32).reason
+        assert "16 to 256" in kda.prefill_choice(device, 8, 16, torch.float32).reason
