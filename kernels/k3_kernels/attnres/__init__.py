@@ -1,5 +1,6 @@
 """Block attention residuals."""
 
-from k3_kernels.attnres.reference import mix, mix_norm
+from k3_kernels.attnres.mix import choice, mix_norm
+from k3_kernels.attnres.reference import mix
 
-__all__ = ["mix", "mix_norm"]
+__all__ = ["choice", "mix", "mix_norm"]

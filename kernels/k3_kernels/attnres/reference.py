@@ -22,6 +22,13 @@ def mix(sources: Tensor, query: Tensor, eps: float) -> Tensor:
     return (weights.unsqueeze(-1) * full).sum(0).to(sources.dtype)
 
 
-def mix_norm(sources: Tensor, query: Tensor, weight: Tensor, mix_eps: float, norm_eps: float) -> Tensor:
-    """`rms_norm(mix(sources))`: every mixing site of the network is followed by an RMS norm with `weight` [D]."""
+def mix_norm(
+    sources: Tensor, query: Tensor, weight: Tensor, mix_eps: float, norm_eps: float, add: Tensor | None = None
+) -> Tensor:
+    """`rms_norm(mix(sources))`: every mixing site of the network is followed by an RMS norm with `weight` [D].
+
+    add [T, D]: first added to the last source, in place (the running prefix takes a sublayer's output).
+    """
+    if add is not None:
+        sources[-1] += add
     return rms_norm(mix(sources, query, mix_eps), weight, norm_eps)
