@@ -1,13 +1,9 @@
-"""State of one sequence: recurrent state and conv windows of all KDA layers, latent pages of all MLA layers.
-
-Everything a fork shares is never written again: full pages, the recurrent tensor and the conv windows are replaced, not
-changed. Only the tail page is private; rows at and behind `position` are scratch and invisible.
-"""
+"""State of one sequence in a pool: KDA states and conv windows of all KDA layers, latent pages of all MLA layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,6 +12,8 @@ from torch import Tensor
 
 from k3cli.errors import DamagedError
 from k3cli.model.config import ModelConfig
+from k3cli.model.pool import Holding, Pool
+from k3cli.model.prefixes import ROOT, block_key
 
 CONV_FIELDS = ("conv_q", "conv_k", "conv_v")
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -37,91 +35,161 @@ def state_layout(config: ModelConfig, dtype: torch.dtype) -> StateLayout:
     return StateLayout(tuple(fields))
 
 
-class Committed(NamedTuple):
-    """One consistent moment of a state; replaced as a whole.
+class State:
+    """Mutable state of one timeline, in a pool; not safe for use by two threads.
 
-    recurrent [n_kda, H, V, K] fp32, conv [n_kda, w-1, 3 H K] inputs of q, k, v side by side, pages: full latent pages
-    [n_mla, hash_block, R + P].
+    What lies in front of `position` is never written again while anybody else holds it: a shared slot or tail page is
+    copied before it is written. Rows at and behind `position` are scratch and invisible.
     """
 
-    position: int
-    recurrent: Tensor
-    conv: Tensor
-    pages: tuple[Tensor, ...]
-
-
-class State:
-    """Mutable state of one timeline; not safe for use by two threads."""
-
-    def __init__(self, config: ModelConfig, layout: StateLayout, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layout: StateLayout, pool: Pool, settle: Callable[[State], None]) -> None:
+        """An empty state. settle: brings the KDA state of a state with `accepted` rows up to its position."""
         self.config = config
         self.layout = layout
         self.page = layout.hash_block
-        kda = config.kda
-        n_kda, n_mla = len(config.kda_layers), len(config.mla_layers)
-        self.now = Committed(
-            position=0,
-            recurrent=torch.zeros(n_kda, kda.heads, kda.head_dim, kda.head_dim, device=device),
-            conv=torch.zeros(n_kda, kda.conv_width - 1, 3 * kda.width, dtype=dtype, device=device),
-            pages=(),
-        )
-        self.tail = torch.zeros(n_mla, self.page, config.mla.row, dtype=dtype, device=device)
+        self.pool = pool
+        self.position = 0
+        """Tokens evaluated into this state."""
+        self.accepted = 0
+        """The last of them that are in the model's log only, not yet in the KDA state."""
+        self.torn = False
+        """A step failed on the way: neither the state before it nor the one behind it."""
+        self.version = 0
+        """Changes whenever the list of pages does."""
+        self.chain: list[bytes] = []
+        """Keys of the blocks evaluated as one chunk each from position 0 on."""
+        self._settle = settle
+        self._held = Holding()
+        self._owner = weakref.finalize(self, pool.drop, self._held)
+        self._owner.atexit = False
+        self._held.slot = pool.slot()
+        pool.recurrent[self.slot].zero_()
+        pool.conv[self.slot].zero_()
 
     @property
-    def position(self) -> int:
-        """Tokens evaluated into this state."""
-        return self.now.position
+    def slot(self) -> int:
+        """First granule of the KDA state."""
+        return self._held.slot
+
+    @property
+    def pages(self) -> list[int]:
+        """Granules of the latent pages, first position first; those behind `position` hold nothing."""
+        return self._held.pages
+
+    def settle(self) -> None:
+        """Replays accepted rows into the KDA state, so that it is that of `position`."""
+        if self.accepted:
+            self._settle(self)
+            self.accepted = 0
 
     def fork(self) -> State:
-        """An independent state at the same position; full pages are shared, the tail page is copied."""
+        """An independent state at the same position. Everything is shared until one of the two writes."""
+        assert not self.torn, "a step of this state failed"
+        self.settle()
         twin = object.__new__(State)
-        twin.config, twin.layout, twin.page = self.config, self.layout, self.page
-        twin.now = self.now
-        twin.tail = self.tail.clone()
+        twin.config, twin.layout, twin.page, twin.pool = self.config, self.layout, self.page, self.pool
+        twin.position, twin.accepted, twin.torn, twin.version = self.position, 0, False, 0
+        twin.chain = self.chain.copy()
+        twin._settle = self._settle
+        pages = self.pages[: -(-self.position // self.page)]
+        self.pool.hold(self.slot, *pages)
+        twin._held = Holding(pages, self.slot)
+        twin._owner = weakref.finalize(twin, self.pool.drop, twin._held)
+        twin._owner.atexit = False
         return twin
 
-    def advance(self, recurrent: Tensor, conv: Tensor, latents: Tensor) -> None:
-        """Moves on by latents.shape[1] tokens; latents [n_mla, n, R + P]. One assignment makes it visible."""
-        position, _, _, pages = self.now
-        n = latents.shape[1]
-        tail, done, filled = self.tail, 0, position % self.page
-        full: list[Tensor] = []
-        while done < n:
-            step = min(n - done, self.page - filled)
-            tail[:, filled : filled + step] = latents[:, done : done + step]
-            done, filled = done + step, filled + step
-            if filled == self.page:
-                full.append(tail)
-                tail, filled = torch.zeros_like(tail), 0
-        self.tail = tail
-        self.now = Committed(position + n, recurrent, conv, (*pages, *full))
+    def reserve(self, n: int) -> None:
+        """Pages for n more tokens, and the tail page for this state alone. Raises FitError when there is no room."""
+        pool, pages = self.pool, self.pages
+        index, filled = divmod(self.position, self.page)
+        if filled and pool.shared(pages[index]):
+            fresh = pool.page()
+            pool.copy_rows(pages[index], fresh, 0, filled)
+            pool.release_page(pages[index])
+            pages[index] = fresh
+            self.version += 1
+        while len(pages) * self.page < self.position + n:
+            pages.append(pool.page())
+            self.version += 1
+
+    def own_slot(self) -> None:
+        """Makes the KDA state this state's alone."""
+        if self.pool.shared(self.slot):
+            fresh = self.pool.slot()
+            self.pool.copy_slot(self.slot, fresh)
+            self.replace_slot(fresh)
+
+    def replace_slot(self, fresh: int) -> None:
+        """Takes over another slot, held once, and releases the old one."""
+        old, self._held.slot = self._held.slot, fresh
+        self.pool.release_slot(old)
+
+    def advance(self, ids: Tensor, slot: int) -> None:
+        """Moves on over a prefilled chunk, int64 [T], whose latents are in the pages and whose KDA state is in `slot`,
+        which passes to this state. A whole block in an unbroken row of such blocks becomes known to others."""
+        before, start = self.chain[-1] if self.chain else ROOT, self.position
+        self.replace_slot(slot)
+        self.position += ids.numel()
+        if ids.numel() != self.page or start != len(self.chain) * self.page:
+            return
+        key = block_key(before, ids.cpu().numpy().tobytes())
+        self.chain.append(key)
+        written = None
+        if self.pool.arena.is_cuda:
+            written = torch.cuda.current_stream(self.pool.arena.device).record_event()
+        known = self.pool.prefixes
+        if known.add(before, key, self.pages[start // self.page], written) and known.keep_slot(key, slot, written):
+            # One KDA state for each sequence is enough: the last one, and those that others have asked for.
+            known.give_up_slot(before)
+
+    def begin_with(self, ids: Tensor) -> bool:
+        """Goes from position 0 to the end of the longest known prefix of ids, int64 [T]; False when there is none.
+
+        Its bits are those of prefilling these tokens block by block.
+        """
+        assert self.position == 0
+        key, keys = ROOT, []
+        for block in ids.cpu().split(self.page):
+            if block.numel() == self.page:
+                keys.append(key := block_key(key, block.numpy().tobytes()))
+        match = self.pool.prefixes.match(keys)
+        if not match.pages:
+            return False
+        self.replace_slot(match.slot)
+        for page in self._held.pages:
+            self.pool.release_page(page)
+        self._held.pages = list(match.pages)
+        self.position = len(match.pages) * self.page
+        self.chain = keys[: len(match.pages)]
+        self.version += 1
+        return True
 
     def checkpoint(self) -> dict[str, Array]:
         """Host copies of the checkpoint fields at `position`, each [n_kda, *shape]; bf16 as uint16 bits."""
-        now = self.now
-        parts = now.conv.split(self.config.kda.width, dim=-1)
-        found = dict(zip(("recurrent", *CONV_FIELDS), (now.recurrent, *parts), strict=True))
+        self.settle()
+        parts = self.pool.conv[self.slot].split(self.config.kda.width, dim=-1)
+        found = dict(zip(("recurrent", *CONV_FIELDS), (self.pool.recurrent[self.slot], *parts), strict=True))
         return {field.name: to_host(found[field.name]) for field in self.layout.fields if field.scope == "checkpoint"}
 
     def page_rows(self, name: str, start: int, stop: int) -> Array:
         """Host copy of rows [start, stop) of a page field: [n_mla, stop - start, *shape]."""
         if not 0 <= start <= stop <= self.position:
             raise ValueError(f"rows {start} to {stop} of a state at position {self.position}")
-        columns = self._columns(name)
-        parts = [self.tail[:, :0, columns]]
+        blocks = self.pool.blocks[..., self._columns(name)]
+        parts = [blocks[0, :, :0]]
         row = start
         while row < stop:
             index, first = divmod(row, self.page)
-            page = self.now.pages[index] if index < len(self.now.pages) else self.tail
             last = min(self.page, first + stop - row)
-            parts.append(page[:, first:last, columns])
+            parts.append(blocks[self.pages[index], :, first:last])
             row += last - first
         return to_host(torch.cat(parts, 1))
 
     def load(self, restored: RestoredState) -> None:
         """Takes over stored state. Everything is checked and copied before this state changes.
 
-        Raises DamagedError when a field is missing, unknown, or of another shape or type; the state is then as before.
+        Raises DamagedError when a field is missing, unknown, or of another shape or type, FitError when it has no room;
+        the state is then as before.
         """
         position = restored.position
         if position < 0:
@@ -131,21 +199,29 @@ class State:
         wanted = {name for name, field in fields.items() if field.scope == "checkpoint"}
         if set(arrays) != wanted:
             raise DamagedError(f"stored checkpoint fields {sorted(arrays)}", f"{sorted(wanted)}")
-        recurrent, conv = self.now.recurrent, self.now.conv
-        if wanted:
-            recurrent = self._tensor(arrays, fields["recurrent"], ())
-            conv = torch.cat([self._tensor(arrays, fields[name], ()) for name in CONV_FIELDS], -1)
-        pages: list[Tensor] = []
-        for start in range(0, position + 1, self.page):
-            stop = min(start + self.page, position)
-            page = torch.zeros_like(self.tail)
-            for name, field in fields.items():
-                if field.scope == "page" and stop > start:
-                    rows = {name: restored.page_rows(name, start, stop)}
-                    page[:, : stop - start, self._columns(name)] = self._tensor(rows, field, (stop - start,))
-            pages.append(page)
-        self.tail = pages.pop()
-        self.now = Committed(position, recurrent, conv, tuple(pages))
+        held, pool = Holding(), self.pool
+        try:
+            held.slot = pool.slot()
+            if wanted:
+                pool.recurrent[held.slot] = _checked(arrays["recurrent"], fields["recurrent"], ())
+                parts = pool.conv[held.slot].split(self.config.kda.width, dim=-1)
+                for name, part in zip(CONV_FIELDS, parts, strict=True):
+                    part.copy_(_checked(arrays[name], fields[name], ()))
+            for start in range(0, position, self.page):
+                stop = min(start + self.page, position)
+                held.pages.append(pool.page())
+                for name, field in fields.items():
+                    if field.scope == "page":
+                        rows = _checked(restored.page_rows(name, start, stop), field, (stop - start,))
+                        pool.blocks[held.pages[-1], :, : stop - start, self._columns(name)] = rows
+        except BaseException:
+            pool.drop(held)
+            raise
+        old = Holding(self._held.pages, self._held.slot)
+        self._held.pages, self._held.slot = held.pages, held.slot
+        pool.drop(old)
+        self.position, self.accepted, self.chain = position, 0, []
+        self.version += 1
 
     def _columns(self, name: str) -> slice:
         rank, row = self.config.mla.kv_rank, self.config.mla.row
@@ -154,21 +230,20 @@ class State:
             raise ValueError(f"{name} is no page field")
         return spans[name]
 
-    def _tensor(self, arrays: Mapping[str, Array], field: FieldSpec, extra: tuple[int, ...]) -> Tensor:
-        """A fresh device tensor of one stored field, shape and type checked."""
-        array = arrays[field.name]
-        shape = (len(field.layers), *extra, *field.shape)
-        kind = np.dtype("<u2") if field.dtype == "bfloat16" else np.dtype("<f4")
-        if array.shape != shape or array.dtype != kind:
-            raise DamagedError(
-                f"stored field {field.name} has shape {list(array.shape)} and type {array.dtype}",
-                f"{list(shape)} and {kind}",
-            )
-        # A copy of our own: freshly allocated tensors are aligned alike, so that resumed bits equal live ones.
-        fresh = torch.empty(shape, dtype=torch.uint16 if field.dtype == "bfloat16" else torch.float32)
-        fresh.numpy()[...] = array
-        typed = fresh.view(torch.bfloat16) if field.dtype == "bfloat16" else fresh
-        return typed.to(self.tail.device)
+
+def _checked(array: Array, field: FieldSpec, extra: tuple[int, ...]) -> Tensor:
+    """A stored field as a host tensor that shares the array's memory where it can; shape and type checked."""
+    shape = (len(field.layers), *extra, *field.shape)
+    kind = np.dtype("<u2") if field.dtype == "bfloat16" else np.dtype("<f4")
+    if array.shape != shape or array.dtype != kind:
+        raise DamagedError(
+            f"stored field {field.name} has shape {list(array.shape)} and type {array.dtype}",
+            f"{list(shape)} and {kind}",
+        )
+    if not array.flags.writeable or not array.flags.aligned:
+        array = array.copy()
+    host = torch.from_numpy(array)
+    return host.view(torch.bfloat16) if field.dtype == "bfloat16" else host
 
 
 def to_host(tensor: Tensor) -> Array:

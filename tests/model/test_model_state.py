@@ -129,10 +129,23 @@ def test_load_is_all_or_nothing(model: K3Model, damage: str):
     assert all(np.array_equal(after.rows[name], before.rows[name]) for name in before.rows)
 
 
-def test_forks_share_full_pages(model: K3Model):
-    state = model.new_state()
-    model.prefill(torch.arange(1100) % model.config.vocab, state)
-    fork = state.fork()
-    assert len(fork.now.pages) == 2
-    assert all(a is b for a, b in zip(fork.now.pages, state.now.pages, strict=True))
-    assert fork.tail.data_ptr() != state.tail.data_ptr()
+def test_forks_share_everything_until_they_write(model: K3Model):
+    state, pool = model.new_state(), model.pool
+    ids = torch.arange(1100) % model.config.vocab
+    model.prefill(ids, state)
+    before = pool.free
+    forks = [state.fork() for _ in range(3)]
+    assert pool.free == before
+    assert all(fork.pages == state.pages and fork.slot == state.slot for fork in forks)
+    old, kept = state.pages.copy(), stored(state)
+    run(model, forks[0], 2, 4)
+    assert forks[0].pages[:2] == old[:2]
+    assert forks[0].pages[2] != old[2]
+    assert forks[0].slot != state.slot
+    assert pool.free == before - 1 - pool.geometry.run
+    for other in (state, *forks[1:]):
+        again = stored(other)
+        assert all(np.array_equal(again.fields[name], kept.fields[name]) for name in kept.fields)
+        assert all(np.array_equal(again.rows[name], kept.rows[name]) for name in kept.rows)
+    del forks, other
+    assert pool.free == before

@@ -1,0 +1,174 @@
+"""The verify step: what of it is fixed, so that a device can record it once and run it again for every token.
+
+One log of window inputs serves all sequences. It belongs to the state that was verified last, whose accepted rows may
+still be in it only; before another state is verified, they are replayed (`settle`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from k3_kernels import kda
+from k3_kernels.kda import StepLog, StepWeights
+from torch import Tensor
+
+from k3cli.model.passes import Window
+from k3cli.model.pool import Pool
+from k3cli.model.state import State
+
+
+@dataclass(frozen=True)
+class WindowLog:
+    """What `verify` leaves for `commit`: whose window it is, and which; good until the next step or settle."""
+
+    state: State
+    position: int
+    rows: int
+    serial: int
+
+
+class Stepper:
+    """Static buffers of the step and, on a CUDA device, a recorded graph for each number of live rows.
+
+    eager: why steps are not recorded, "" when they are.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        window: int,
+        max_pages: int,
+        layers: list[StepWeights],
+        stack: StepWeights | None,
+        forward: Callable[[Tensor, Window], Tensor],
+        eager: str,
+    ) -> None:
+        """forward: (ids int64 [W], pass) -> fp32 logits [W, V]. layers, stack: KDA weights by layer and together."""
+        device = pool.arena.device
+        self.eager = eager
+        self.table = torch.zeros(max_pages, dtype=torch.int32, device=device)
+        self._pool = pool
+        self._window = window
+        self._layers = layers
+        self._stack = stack
+        self._forward = forward
+        self._control = torch.zeros(4 + window, dtype=torch.int64, device=device)
+        self._cursor, self._ids = self._control[:4], self._control[4:]
+        recurrent = pool.recurrent
+        _, n_kda, heads, V, K = recurrent.shape
+        self._log = StepLog.empty(n_kda, window, heads, K, V, pool.conv.dtype, device)
+        self._active: weakref.ref[State] | None = None
+        self._tabled: tuple[weakref.ref[State], int] | None = None
+        self._serial = 0
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._warm: set[int] = set()
+        self._graph_pool: Any = None
+
+    def use_table(self, state: State) -> Tensor:
+        """The page table int32 [max_pages] of a state, on the device."""
+        if self._tabled is None or self._tabled[0]() is not state or self._tabled[1] != state.version:
+            pages = state.pages
+            self.table[: len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+            self._tabled = (weakref.ref(state), state.version)
+        return self.table
+
+    def verify(self, ids: Tensor, state: State) -> tuple[Tensor, WindowLog]:
+        """See `K3Model.verify`."""
+        n, W, start = ids.numel(), self._window, state.position
+        assert not state.torn, "a step of this state failed"
+        self._activate(state)
+        state.reserve(n)
+        state.own_slot()
+        self.use_table(state)
+        self._set(ids, start, state)
+        # From here on the accepted rows are being replayed: a step that fails leaves a state that is neither.
+        state.torn = True
+        logits = self._run(n)
+        state.torn, state.accepted = False, 0
+        self._serial += 1
+        first = start % W
+        if first + n > W:
+            rows = torch.cat((logits[first:], logits[: first + n - W]))
+        else:
+            rows = logits[first : first + n]
+            if n in self._graphs:  # the recorded step writes its logits to the same place every time
+                rows = rows.clone()
+        return rows, WindowLog(state, start, n, self._serial)
+
+    def commit(self, state: State, log: WindowLog, n: int) -> None:
+        """See `K3Model.commit`."""
+        assert log.serial == self._serial, "another window was verified since"
+        if log.state is state:
+            state.accepted = n
+        else:  # a fork takes what its twin has computed
+            pool = self._pool
+            state.reserve(n)
+            state.own_slot()
+            for p in range(log.position, log.position + n):
+                index, row = divmod(p, state.page)
+                pool.copy_rows(log.state.pages[index], state.pages[index], row, row + 1)
+            self._replay(log.position + n, n, state)
+        state.position += n
+
+    def settle(self, state: State) -> None:
+        """Replays the accepted rows of the state the log belongs to."""
+        assert self._active is not None
+        assert self._active() is state
+        self._replay(state.position, state.accepted, state)
+
+    def _activate(self, state: State) -> None:
+        before = None if self._active is None else self._active()
+        if before is not state:
+            if before is not None and not before.torn:
+                before.settle()
+            assert state.accepted == 0
+            self._active = weakref.ref(state)
+
+    def _replay(self, position: int, rows: int, state: State) -> None:
+        if self._stack is None or rows == 0:
+            return
+        state.own_slot()
+        cursor = torch.tensor([position, rows, state.slot, 0], dtype=torch.int64, device=self.table.device)
+        kda.commit(self._pool.recurrent, self._pool.conv, self._log, self._stack, cursor)
+
+    def _set(self, ids: Tensor, start: int, state: State) -> None:
+        W, n = self._window, ids.numel()
+        control = torch.zeros(4 + W, dtype=torch.int64)
+        control[0], control[1], control[2] = start, state.accepted, state.slot
+        slots = torch.arange(start, start + n) % W + 4
+        if ids.device.type == "cpu":
+            control[slots] = ids
+        self._control.copy_(control, non_blocking=True)
+        if ids.device.type != "cpu":
+            self._control[slots.to(ids.device)] = ids
+
+    def _pass(self, n: int) -> Window:
+        return Window(self._pool, self.table, self._cursor, self._layers, self._log, n)
+
+    def _run(self, n: int) -> Tensor:
+        """Logits of all W slots. A number of rows is computed plainly the first time, then recorded."""
+        if not self.eager and n in self._warm and n not in self._graphs:
+            self._record(n)
+        if not self.eager and n in self._graphs:
+            graph, logits = self._graphs[n]
+            graph.replay()
+            return logits
+        self._warm.add(n)
+        return self._forward(self._ids, self._pass(n))
+
+    def _record(self, n: int) -> None:
+        graph = torch.cuda.CUDAGraph()
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        try:
+            # Other threads (a save under way) may go on using the device.
+            with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+                logits = self._forward(self._ids, self._pass(n))
+        except RuntimeError as error:
+            self.eager = f"recording a step of {n} rows failed: {str(error).splitlines()[0]}"
+            return
+        self._graphs[n] = (graph, logits)
