@@ -38,7 +38,7 @@ def step(
     same bits however a sequence was cut into windows. A step must run once: it moves the state, so before the same
     cursor is used again its `accepted` has to be set to 0.
     """
-    if choice(x.device, f.shape[-1], gate.shape[-1], recurrent.dtype).kernel:
+    if choice(x.device, f.shape[-1], gate.shape[-1], w.conv.shape[-1]).kernel:
         from k3_kernels.kda import step_triton
 
         return step_triton.step(x, f, b, gate, w, recurrent, conv, log, cursor, n)
@@ -51,7 +51,7 @@ def commit(recurrent: Tensor, conv: Tensor, log: StepLog, w: StepWeights, cursor
     recurrent [S, L, H, V, K], conv [S, L, w-1, 2HK + HV], changed in place at cursor's slot; log and w with a leading
     layer dimension L; cursor as in `step`, its position the one behind the accepted rows.
     """
-    if choice(recurrent.device, recurrent.shape[-1], recurrent.shape[-2], recurrent.dtype).kernel:
+    if choice(recurrent.device, recurrent.shape[-1], recurrent.shape[-2], w.conv.shape[-1]).kernel:
         from k3_kernels.kda import step_triton
 
         step_triton.commit(recurrent, conv, log, w, cursor)
@@ -59,6 +59,11 @@ def commit(recurrent: Tensor, conv: Tensor, log: StepLog, w: StepWeights, cursor
         reference.commit(recurrent, conv, log, w, cursor)
 
 
-def choice(device: torch.device, K: int, V: int, state: torch.dtype) -> select.Choice:
-    """Which implementation runs `step` and `commit` for these head dimensions, and why."""
-    return select.choose(device, "no kernel yet")
+def choice(device: torch.device, K: int, V: int, taps: int) -> select.Choice:
+    """Which implementation runs `step` and `commit` for these head dimensions and this convolution width, and why."""
+    refusal = select.power_of_two(K=K, V=V)
+    if not (32 <= K <= 128 and 8 <= V <= 128):
+        refusal = f"head dimensions {K} and {V}: the kernel takes 32 to 128 and 8 to 128"
+    if taps != 4:
+        refusal = f"a convolution of width {taps}: the kernel takes 4"
+    return select.choose(device, refusal)

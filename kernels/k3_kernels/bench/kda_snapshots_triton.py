@@ -1,0 +1,113 @@
+"""A KDA step that keeps a state behind every row of a window instead of a log: the design the step is compared with.
+
+It shares the step's row preparation, token loop and output norm; the difference is what is measured: no replay, and W
+states written. Its convolution window is never moved and nothing is logged, which favours it a little.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3_kernels.kda.step_reference import StepWeights
+from k3_kernels.kda.step_triton import L2_EPS, PAD, ROWS, _convolved, _finish, _log_decay, _over_k, _row, _taps, tile
+
+
+@triton.jit
+def snapshot_kernel(
+    x, f, b, gate, weight, A_log, dt_bias, norm, states, conv, cursor, scratch, outputs, out,
+    x_row, f_row, b_row, gate_row, H, W, n, one, eps, bound,
+    K: tl.constexpr, V: tl.constexpr, RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr, RL: tl.constexpr,
+    KL: tl.constexpr, KI: tl.constexpr,
+):  # fmt: skip
+    """states [W, H, V, K]: read behind the last accepted row, written behind every live row."""
+    LINE: tl.constexpr = 3 * K + V + PAD
+    x_row *= 4
+    f_row *= 4
+    gate_row *= 4
+    HK = H * K
+    C = 2 * HK + H * V
+    position = tl.load(cursor)
+    here = (position % W).to(tl.int32)
+    rr = tl.arange(0, RR)[:, None, None, None, None, None]
+    ka = tl.arange(0, KA)[None, :, None, None, None, None]
+    rw = tl.arange(0, RW)[None, None, :, None, None, None]
+    rl = tl.arange(0, RL)[None, None, None, :, None, None]
+    kl = tl.arange(0, KL)[None, None, None, None, :, None]
+    ki = tl.arange(0, KI)[None, None, None, None, None, :]
+    rows = (rr * RW + rw) * RL + rl
+    channels = (ka * KL + kl) * KI + ki
+    wide = channels + (rw + rl) * 0
+    tall = rows * one + kl * 0
+    lane = kl + rows * 0 == 0
+    kk = tl.arange(0, K)
+    vv = tl.arange(0, V)
+    h = tl.program_id(0)
+    lines = scratch + h * (W * LINE)
+    at = states + h * V * K + rows * K + channels
+    size = H * V * K
+    S = tl.load(at + ((here + W - 1) % W) * size)
+
+    q_at = h * K + kk[None, :]
+    v_at = 2 * HK + h * V + vv[None, :]
+    q_taps = _taps(weight + h * K * 4, K)
+    k_taps = _taps(weight + (HK + h * K) * 4, K)
+    v_taps = _taps(weight + (2 * HK + h * V) * 4, V)
+    rate = tl.exp(tl.load(A_log + h))
+    shift = tl.load(dt_bias + q_at)
+    for base in range(0, n, ROWS):
+        t = base + tl.arange(0, ROWS)
+        inside = (t < n)[:, None]
+        slot = (here + t) % W
+        p0 = _row(t - 3, 0, here, W, conv, C, x, C, x, x_row)
+        p1 = _row(t - 2, 0, here, W, conv, C, x, C, x, x_row)
+        p2 = _row(t - 1, 0, here, W, conv, C, x, C, x, x_row)
+        p3 = _row(t, 0, here, W, conv, C, x, C, x, x_row)
+        q = _convolved(p0, p1, p2, p3, q_at, q_taps, inside)
+        key = _convolved(p0, p1, p2, p3, q_at + HK, k_taps, inside)
+        value = _convolved(p0, p1, p2, p3, v_at, v_taps, inside)
+        q *= (1 / tl.sqrt(tl.sum(q * q, 1) + L2_EPS) * (1 / K**0.5))[:, None]
+        key *= (1 / tl.sqrt(tl.sum(key * key, 1) + L2_EPS))[:, None]
+        raw = tl.load((f + slot * f_row)[:, None] + q_at, mask=inside, other=0).to(tl.float32) + shift
+        decay = tl.exp(_log_decay(raw, rate, True, bound))
+        beta = 1 / (1 + tl.exp(-tl.load(b + slot * b_row + h, mask=t < n, other=0).to(tl.float32)))
+        line = lines + (t * LINE)[:, None]
+        tl.store(line + kk[None, :], key, mask=inside)
+        tl.store(line + K + kk[None, :], decay, mask=inside)
+        tl.store(line + 2 * K + kk[None, :], q, mask=inside)
+        tl.store(line + 3 * K + vv[None, :], value, mask=inside)
+        tl.store(lines + t * LINE + 3 * K + V, beta, mask=t < n)
+    tl.debug_barrier()
+    o_at = outputs + h * W * V
+    for t in range(n):
+        line = lines + t * LINE
+        key = tl.load(line + wide)
+        S *= tl.load(line + K + wide)
+        u = (tl.load(line + 3 * K + tall) - _over_k(S * key)) * tl.load(line + 3 * K + V)
+        S += u * key
+        o = _over_k(S * tl.load(line + 2 * K + wide))
+        tl.store(o_at + t * V + tall, o + kl * 0, mask=lane)
+        tl.store(at + ((here + t) % W) * size, S)
+    tl.debug_barrier()
+    _finish(h, here, n, W, o_at, gate, gate_row, norm, out, eps, H, V)
+
+
+def snapshot_step(
+    x: Tensor, f: Tensor, b: Tensor, gate: Tensor, w: StepWeights, states: Tensor, conv: Tensor, cursor: Tensor, n: int
+) -> Tensor:
+    """As `kda.step`, with states [W, H, V, K] fp32 in place of state and log. conv [w-1, C] is only read."""
+    W, H, K = f.shape
+    V = gate.shape[-1]
+    cut = tile(K, V)
+    assert w.lower_bound is not None
+    out = torch.empty(W, H * V, dtype=x.dtype, device=x.device)
+    scratch = torch.empty(H * W * (3 * K + V + PAD.value), dtype=torch.float32, device=x.device)
+    outputs = torch.empty(H * W * V, dtype=torch.float32, device=x.device)
+    snapshot_kernel[(H,)](
+        x, f, b, gate, w.conv, w.A_log, w.dt_bias, w.o_norm, states, conv, cursor, scratch, outputs, out,
+        x.stride(0) // 4, f.stride(0) // 4, b.stride(0), gate.stride(0) // 4, H, W, n, 1, w.norm_eps, w.lower_bound,
+        K=K, V=V, **cut.shape(K, V), num_warps=cut.warps,
+    )  # fmt: skip
+    return out

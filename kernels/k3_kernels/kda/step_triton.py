@@ -1,0 +1,379 @@
+"""The KDA step on a GPU: one program holds a tile of one head's state in registers and walks through the tokens.
+
+A program issues the loads of its state, then prepares all rows (accepted ones from the log, live ones from the
+projections: convolution, SiLU, l2 norm, gate) into a line of scratch memory each, and then takes one row after the
+other. Replayed and live rows go through the same instructions, and `commit` runs the same binary with no live rows:
+equal bits by construction. Integer arguments are therefore left unspecialised: strides that are multiples of 4 or 16
+come divided by that, so that the compiler knows of it whatever their value.
+
+State tiles are [RR, KA, RW, RL, KL, KI]: KI = 4 neighbouring channels in a thread, KL lanes side by side along K
+and RL along V, RW warps along V, RR x KA repetitions in registers. The layout the compiler derives from the addresses
+is exactly that, so a sum over K costs log2(KL) shuffles for each of a thread's rows, and rows of q, k and decay are
+loaded once for all of a thread's RR rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3_kernels.kda.step_reference import StepLog, StepWeights
+
+ROWS = tl.constexpr(8)  # prepared or finished at once
+PAD = tl.constexpr(16)  # floats behind a scratch line; the first is beta
+L2_EPS = tl.constexpr(1e-6)
+RESIDENT = 2
+"""Programs a processor holds at once when all layers are committed."""
+
+
+@triton.jit
+def _row(s, accepted, first, W, conv, conv_row, log, C, x, x_row):
+    """Addresses of the convolution inputs of the timeline's rows s: window in front, then log, then projections."""
+    slot = (first + tl.maximum(s, 0)) % W
+    logged = tl.where(s < accepted, log + slot * C, x + slot * x_row)
+    return tl.where(s < 0, conv + (s + 3) * conv_row, logged)
+
+
+@triton.jit
+def _taps(weight, WIDTH: tl.constexpr):
+    """[WIDTH, 4] convolution weights as four vectors [1, WIDTH]."""
+    w = tl.load(weight + tl.arange(0, WIDTH)[:, None] * 4 + tl.arange(0, 4)[None, :])
+    even, odd = tl.split(tl.reshape(w, (WIDTH, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0[None, :], w1[None, :], w2[None, :], w3[None, :]
+
+
+@triton.jit
+def _convolved(p0, p1, p2, p3, channel, taps, inside):
+    """SiLU of the convolution, rounded like the input, as fp32 [ROWS, WIDTH]; p: the four source rows, oldest first."""
+    w0, w1, w2, w3 = taps
+    x0 = tl.load(p0[:, None] + channel, mask=inside, other=0)
+    x1 = tl.load(p1[:, None] + channel, mask=inside, other=0)
+    x2 = tl.load(p2[:, None] + channel, mask=inside, other=0)
+    x3 = tl.load(p3[:, None] + channel, mask=inside, other=0)
+    total = x0.to(tl.float32) * w0 + x1.to(tl.float32) * w1 + x2.to(tl.float32) * w2 + x3.to(tl.float32) * w3
+    y = total / (1 + tl.exp(-total))
+    return y.to(x3.dtype).to(tl.float32)
+
+
+@triton.jit
+def _log_decay(f, rate, BOUND: tl.constexpr, bound):
+    if BOUND:
+        return bound / (1 + tl.exp(-rate * f))
+    # softplus = max(f, 0) + log(1 + y), y = exp(-|f|); a series where 1 + y would swallow y.
+    y = tl.exp(-tl.abs(f))
+    return -rate * (tl.maximum(f, 0) + tl.where(y < 1e-3, y * (1 - y * (0.5 - y / 3)), tl.log(1 + y)))
+
+
+@triton.jit
+def _finish(h, here, n, W, outputs, gate, gate_row, norm, out, eps, H, V: tl.constexpr):
+    """Gated RMS norm of one head's rows [W, V], by slot; zeros where no row is live. here: slot of row 0."""
+    v = tl.arange(0, V)
+    weight = tl.load(norm + v)
+    for base in range(0, W, ROWS):
+        slot = base + tl.arange(0, ROWS)
+        i = (slot + W - here) % W
+        live = (i < n) & (slot < W)
+        both = live[:, None]
+        o = tl.load(outputs + (i * V)[:, None] + v[None, :], mask=both, other=0)
+        scale = 1 / tl.sqrt(tl.sum(o * o, 1) / V + eps)
+        logits = tl.load(gate + (slot * gate_row)[:, None] + (h * V + v)[None, :], mask=both, other=0)
+        y = o * scale[:, None] * weight[None, :] / (1 + tl.exp(-logits.to(tl.float32)))
+        y = tl.where(both, y, 0).to(out.dtype.element_ty)
+        tl.store(out + (slot * H * V)[:, None] + (h * V + v)[None, :], y, mask=(slot < W)[:, None])
+
+
+@triton.jit
+def _keep(h, here, n, W, x, x_row, f, f_row, b, b_row, log_x, log_f, log_b, C, H, K: tl.constexpr, V: tl.constexpr):
+    """Copies one head's live rows into the log."""
+    k = h * K + tl.arange(0, K)[None, :]
+    v = h * V + tl.arange(0, V)[None, :]
+    HK = H * K
+    for base in range(0, W, ROWS):
+        slot = base + tl.arange(0, ROWS)
+        live = ((slot + W - here) % W < n) & (slot < W)
+        both = live[:, None]
+        line = (slot * x_row)[:, None]
+        q_row = tl.load(x + line + k, mask=both)
+        k_row = tl.load(x + line + HK + k, mask=both)
+        v_row = tl.load(x + line + 2 * HK + v, mask=both)
+        f_line = tl.load(f + (slot * f_row)[:, None] + k, mask=both)
+        beta = tl.load(b + slot * b_row + h, mask=live)
+        line = (slot * C)[:, None]
+        tl.store(log_x + line + k, q_row, mask=both)
+        tl.store(log_x + line + HK + k, k_row, mask=both)
+        tl.store(log_x + line + 2 * HK + v, v_row, mask=both)
+        tl.store(log_f + (slot * HK)[:, None] + k, f_line, mask=both)
+        tl.store(log_b + slot * H + h, beta, mask=live)
+
+
+@triton.jit
+def _window_rows(accepted, first, W, conv, conv_row, log_x, C, channel):
+    """The three inputs the convolution window holds behind the accepted rows, [4, WIDTH]; the fourth is nothing."""
+    j = tl.arange(0, 4)
+    source = _row(accepted - 3 + j, accepted, first, W, conv, conv_row, log_x, C, log_x, C)
+    return tl.load(source[:, None] + channel, mask=(j < 3)[:, None], other=0)
+
+
+@triton.jit
+def _move_window(accepted, conv, conv_row, channel, rows):
+    j = tl.arange(0, 4)
+    tl.store(conv + (j * conv_row)[:, None] + channel, rows, mask=((j < 3) & (accepted > 0))[:, None])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "x_row", "f_row", "b_row", "gate_row", "state_slot", "state_layer", "conv_slot", "conv_layer", "conv_row",
+        "layers", "H", "W", "n", "one", "eps", "bound",
+    ],
+    do_not_specialize_on_alignment=["b", "log_b", "A_log", "cursor"],
+)  # fmt: skip
+def step_kernel(
+    x, f, b, gate, weight, A_log, dt_bias, norm, recurrent, conv, log_x, log_f, log_b, cursor, scratch, outputs, out,
+    x_row, f_row, b_row, gate_row, state_slot, state_layer, conv_slot, conv_layer, conv_row, layers, H, W, n, one,
+    eps, bound,
+    BOUND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr,
+    RL: tl.constexpr, KL: tl.constexpr, KI: tl.constexpr,
+):  # fmt: skip
+    """Programs take the layers x H heads in turn. one: 1, hidden from the compiler.
+
+    x_row, f_row, gate_row, conv_row are in fours of elements, state_slot and state_layer in sixteens.
+    """
+    LINE: tl.constexpr = 3 * K + V + PAD
+    x_row *= 4
+    f_row *= 4
+    gate_row *= 4
+    conv_row *= 4
+    state_slot = state_slot.to(tl.int64) * 16
+    state_layer = state_layer.to(tl.int64) * 16
+    HK = H * K
+    C = 2 * HK + H * V
+
+    position = tl.load(cursor)
+    accepted = tl.load(cursor + 1).to(tl.int32)
+    entry = tl.load(cursor + 2)
+    here = (position % W).to(tl.int32)
+    first = ((position - accepted) % W).to(tl.int32)
+    total = accepted + n
+
+    rr = tl.arange(0, RR)[:, None, None, None, None, None]
+    ka = tl.arange(0, KA)[None, :, None, None, None, None]
+    rw = tl.arange(0, RW)[None, None, :, None, None, None]
+    rl = tl.arange(0, RL)[None, None, None, :, None, None]
+    kl = tl.arange(0, KL)[None, None, None, None, :, None]
+    ki = tl.arange(0, KI)[None, None, None, None, None, :]
+    rows = (rr * RW + rw) * RL + rl
+    channels = (ka * KL + kl) * KI + ki
+    # Addresses that repeat over warps and lanes, of the shape that gets the state's own layout. `one` hides that rows
+    # are neighbours: their layout has to follow from the shape, not from the addresses.
+    wide = channels + (rw + rl) * 0
+    tall = rows * one + kl * 0
+    lane = kl + rows * 0 == 0
+    kk = tl.arange(0, K)
+    vv = tl.arange(0, V)
+    lines = scratch + tl.program_id(0) * (2 * W * LINE)
+
+    for item in range(tl.program_id(0), layers * H, tl.num_programs(0)):
+        layer = (item // H).to(tl.int64)
+        h = item % H
+        state = recurrent + entry * state_slot + layer * state_layer + h * V * K + rows * K + channels
+        held = tl.load(state)
+        S = held.to(tl.float32)
+
+        conv_at = conv + (entry * conv_slot + layer * conv_layer) * 4
+        log_x_at = log_x + layer * W * C
+        log_f_at = log_f + layer * W * HK
+        log_b_at = log_b + layer * W * H
+        q_at = h * K + kk[None, :]
+        v_at = 2 * HK + h * V + vv[None, :]
+        weights = weight + layer * C * 4
+        q_taps = _taps(weights + h * K * 4, K)
+        k_taps = _taps(weights + (HK + h * K) * 4, K)
+        v_taps = _taps(weights + (2 * HK + h * V) * 4, V)
+        rate = tl.exp(tl.load(A_log + layer * H + h))
+        shift = tl.load(dt_bias + layer * HK + q_at)
+        for base in range(0, total, ROWS):
+            t = base + tl.arange(0, ROWS)
+            inside = (t < total)[:, None]
+            slot = (first + t) % W
+            p0 = _row(t - 3, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row)
+            p1 = _row(t - 2, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row)
+            p2 = _row(t - 1, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row)
+            p3 = _row(t, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row)
+            q = _convolved(p0, p1, p2, p3, q_at, q_taps, inside)
+            key = _convolved(p0, p1, p2, p3, q_at + HK, k_taps, inside)
+            value = _convolved(p0, p1, p2, p3, v_at, v_taps, inside)
+            q *= (1 / tl.sqrt(tl.sum(q * q, 1) + L2_EPS) * (1 / K**0.5))[:, None]
+            key *= (1 / tl.sqrt(tl.sum(key * key, 1) + L2_EPS))[:, None]
+            f_line = tl.where(t < accepted, log_f_at + slot * HK, f + slot * f_row)
+            raw = tl.load(f_line[:, None] + q_at, mask=inside, other=0).to(tl.float32) + shift
+            decay = tl.exp(_log_decay(raw, rate, BOUND, bound))
+            b_line = tl.where(t < accepted, log_b_at + slot * H, b + slot * b_row)
+            beta = 1 / (1 + tl.exp(-tl.load(b_line + h, mask=t < total, other=0).to(tl.float32)))
+            line = lines + (t * LINE)[:, None]
+            tl.store(line + kk[None, :], key, mask=inside)
+            tl.store(line + K + kk[None, :], decay, mask=inside)
+            tl.store(line + 2 * K + kk[None, :], q, mask=inside)
+            tl.store(line + 3 * K + vv[None, :], value, mask=inside)
+            tl.store(lines + t * LINE + 3 * K + V, beta, mask=t < total)
+        moved_q = _window_rows(accepted, first, W, conv_at, conv_row, log_x_at, C, q_at)
+        moved_k = _window_rows(accepted, first, W, conv_at, conv_row, log_x_at, C, q_at + HK)
+        moved_v = _window_rows(accepted, first, W, conv_at, conv_row, log_x_at, C, v_at)
+        tl.debug_barrier()
+        # Every thread has now read what it needs of the old log and window, and every line is written.
+        _move_window(accepted, conv_at, conv_row, q_at, moved_q)
+        _move_window(accepted, conv_at, conv_row, q_at + HK, moved_k)
+        _move_window(accepted, conv_at, conv_row, v_at, moved_v)
+        if n > 0:
+            _keep(h, here, n, W, x, x_row, f, f_row, b, b_row, log_x_at, log_f_at, log_b_at, C, H, K, V)
+
+        o_at = outputs + item * W * V
+        key = tl.load(lines + wide)
+        decay = tl.load(lines + K + wide)
+        for t in range(total):
+            line = lines + t * LINE
+            ahead = lines + tl.minimum(t + 1, total - 1) * LINE
+            next_key = tl.load(ahead + wide)
+            next_decay = tl.load(ahead + K + wide)
+            value = tl.load(line + 3 * K + tall)
+            beta = tl.load(line + 3 * K + V)
+            S *= decay
+            u = (value - _over_k(S * key)) * beta
+            S += u * key
+            if t >= accepted:
+                q = tl.load(line + 2 * K + wide)
+                o = _over_k(S * q)
+                tl.store(o_at + (t - accepted) * V + tall, o + kl * 0, mask=lane)
+            # What a stored state would hold: a bf16 state is rounded behind every row.
+            held = S.to(recurrent.dtype.element_ty)
+            S = held.to(tl.float32)
+            if t == accepted - 1:
+                tl.store(state, held)
+            key, decay = next_key, next_decay
+        tl.debug_barrier()
+        if n > 0:
+            _finish(h, here, n, W, o_at, gate, gate_row, norm, out, eps, H, V)
+
+
+@triton.jit
+def _over_k(products):
+    """Sum over K of [RR, KA, RW, RL, KL, KI]: inside a thread first, then over the KL lanes."""
+    inner = tl.sum(tl.sum(products, 5, keep_dims=True), 1, keep_dims=True)
+    return tl.sum(inner, 4, keep_dims=True)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a head's state is spread: KL lanes along K, warps along V."""
+
+    KL: int
+    warps: int
+
+    def shape(self, K: int, V: int) -> dict[str, int]:
+        """RR, KA, RW, RL, KL, KI; the tile fills all lanes of all warps."""
+        KI, RL = 4, 32 // self.KL
+        KA, RR = K // (self.KL * KI), V // (self.warps * RL)
+        assert KA >= 1, (self, K)
+        assert RR >= 1, (self, V)
+        return {"RR": RR, "KA": KA, "RW": self.warps, "RL": RL, "KL": self.KL, "KI": KI}
+
+
+def tile(K: int, V: int) -> Tile:
+    """The tile of a layer, a fixed function of its shape: the order of sums over K depends on it."""
+    KL = min(8, K // 4)
+    return Tile(KL, min(8, V * KL // 32))
+
+
+def step(
+    x: Tensor,
+    f: Tensor,
+    b: Tensor,
+    gate: Tensor,
+    w: StepWeights,
+    recurrent: Tensor,
+    conv: Tensor,
+    log: StepLog,
+    cursor: Tensor,
+    n: int,
+    cut: Tile | None = None,
+) -> Tensor:
+    """As `k3_kernels.kda.step`. cut: the tile to use instead of the shape's own, for benchmarks."""
+    W, H, K = f.shape
+    V = gate.shape[-1]
+    x, f, gate = _aligned(x), _aligned(f.flatten(1)), _aligned(gate.flatten(1))
+    out = torch.empty(W, H * V, dtype=x.dtype, device=x.device)
+    _launch(
+        (x, f, b, gate),
+        w,
+        recurrent.unsqueeze(1),
+        conv.unsqueeze(1),
+        StepLog(*(part.unsqueeze(0) for part in log)),
+        cursor,
+        n,
+        out,
+        cut or tile(K, V),
+    )
+    return out
+
+
+def commit(
+    recurrent: Tensor, conv: Tensor, log: StepLog, w: StepWeights, cursor: Tensor, cut: Tile | None = None
+) -> None:
+    """As `k3_kernels.kda.commit`."""
+    V, K = recurrent.shape[3:]
+    # Nothing is live: the arguments of live rows are never read.
+    unused = (log.x[0], log.f[0].flatten(1), log.b[0], log.x[0])
+    _launch(unused, w, recurrent, conv, log, cursor, 0, log.x[0], cut or tile(K, V))
+
+
+def _launch(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    w: StepWeights,
+    recurrent: Tensor,
+    conv: Tensor,
+    log: StepLog,
+    cursor: Tensor,
+    n: int,
+    out: Tensor,
+    cut: Tile,
+) -> None:
+    x, f, b, gate = rows
+    layers, H, V, K = recurrent.shape[1:]
+    W = log.x.shape[1]
+    assert recurrent[0, 0].is_contiguous(), "a head's state is contiguous"
+    assert conv.stride(-1) == 1, "convolution rows are contiguous"
+    assert all(stride % 4 == 0 for stride in conv.stride()[:3]), "convolution rows are aligned"
+    assert all(stride % 16 == 0 for stride in recurrent.stride()[:2]), "states are aligned"
+    assert all(part.is_contiguous() for part in log), "a log is contiguous"
+    items = layers * H
+    # With many layers, as many programs as are resident at once, and each goes on to its next head.
+    programs = min(items, max(H, RESIDENT * _processors(x.device)))
+    scratch = torch.empty(programs * 2 * W * (3 * K + V + PAD.value), dtype=torch.float32, device=x.device)
+    outputs = torch.empty(H * W * V if n else 16, dtype=torch.float32, device=x.device)
+    strides = (x.stride(0) // 4, f.stride(0) // 4, b.stride(0), gate.stride(0) // 4)
+    windows = (conv.stride(0) // 4, conv.stride(1) // 4, conv.stride(2) // 4)
+    bound = w.lower_bound
+    step_kernel[(programs,)](
+        *rows, w.conv, w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, scratch, outputs, out,
+        *strides, recurrent.stride(0) // 16, recurrent.stride(1) // 16, *windows, layers, H, W, n, 1,
+        w.norm_eps, 0.0 if bound is None else bound,
+        BOUND=bound is not None, K=K, V=V, **cut.shape(K, V),
+        num_warps=cut.warps,
+    )  # fmt: skip
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Rows the kernel may read four values at a time; others are copied."""
+    fits = rows.stride(-1) == 1 and rows.stride(0) % 4 == 0 and rows.data_ptr() % 16 == 0
+    return rows if fits else rows.contiguous()
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
