@@ -1,6 +1,14 @@
 """Mixture of experts with MXFP4 or dense weights."""
 
-from k3_kernels.moe.experts import experts_window, window_choice
-from k3_kernels.moe.reference import Experts, dequantize_mxfp4, experts_grouped, route
+from k3_kernels.moe.experts import experts_window, route, route_choice, window_choice
+from k3_kernels.moe.reference import Experts, dequantize_mxfp4, experts_grouped
 
-__all__ = ["Experts", "dequantize_mxfp4", "experts_grouped", "experts_window", "route", "window_choice"]
+__all__ = [
+    "Experts",
+    "dequantize_mxfp4",
+    "experts_grouped",
+    "experts_window",
+    "route",
+    "route_choice",
+    "window_choice",
+]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from k3_kernels import select
 from k3_kernels.activation.reference import Activation
 from k3_kernels.moe import reference
 from k3_kernels.moe.reference import MX_GROUP, Experts
+
+MOST_EXPERTS = 4096
 
 
 def window_choice(z: Tensor, experts: Experts) -> select.Choice:
@@ -18,7 +21,7 @@ def window_choice(z: Tensor, experts: Experts) -> select.Choice:
 
 
 def _refusal(z: Tensor, experts: Experts, most: int | None) -> str | None:
-    if str(z.dtype) not in ("torch.bfloat16", "torch.float32"):
+    if z.dtype not in (torch.bfloat16, torch.float32):
         return f"{z.dtype}: the kernel takes bfloat16 and float32"
     if experts.w13_scale is None and experts.w13.dtype != z.dtype:
         return f"dense experts in {experts.w13.dtype}, rows in {z.dtype}: the kernel takes one type"
@@ -28,6 +31,47 @@ def _refusal(z: Tensor, experts: Experts, most: int | None) -> str | None:
     if most is not None and z.shape[0] > most:
         return f"window of {z.shape[0]} rows: the kernel takes up to {most}"
     return None
+
+
+def route_choice(x: Tensor, gate: Tensor, groups: int) -> select.Choice:
+    """What `route` runs with for rows like x [T, D], and why."""
+    refused = None
+    if groups > 1:
+        refused = f"{groups} groups of experts: the kernel has no groups"
+    elif gate.shape[0] > MOST_EXPERTS:
+        refused = f"{gate.shape[0]} experts: the kernel takes up to {MOST_EXPERTS}"
+    elif not (x.is_contiguous() and gate.is_contiguous()):
+        refused = "rows or gate not contiguous"
+    elif x.dtype not in (torch.bfloat16, torch.float32) or gate.dtype not in (x.dtype, torch.float32):
+        refused = f"rows in {x.dtype}, gate in {gate.dtype}: the kernel takes bfloat16 and float32"
+    return select.choose(x.device, refused)
+
+
+def route(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    *,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Sigmoid router with a selection bias and group-limited top-k, in fp32.
+
+    x [T, D] (fp32 or bf16), gate [E, D] fp32 (or x's dtype), bias [E] fp32. The bias takes part in the choice only; a
+    group's rank is the sum of its two best biased scores and only `top_groups` groups may be chosen from. Of equal
+    scores the lower id goes first.
+    Returns (expert ids [T, k] int64, weights [T, k] fp32 = score (/ their sum + 1e-20) * scale), best choice first.
+    """
+    if route_choice(x, gate, groups).kernel:
+        from k3_kernels.moe import route_triton
+
+        return route_triton.route(x, gate, bias, top_k, renormalize, scale)
+    return reference.route(
+        x, gate, bias, top_k=top_k, groups=groups, top_groups=top_groups, renormalize=renormalize, scale=scale
+    )
 
 
 def experts_window(

@@ -88,18 +88,18 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Sigmoid router with a selection bias and group-limited top-k, in fp32.
 
-    x [T, D] (any float dtype), gate [E, D] fp32, bias [E] fp32. The bias takes part in the choice only; a group's rank
-    is the sum of its two best biased scores and only `top_groups` groups may be chosen from.
+    x [T, D] (any float dtype), gate [E, D] fp32 (or x's dtype), bias [E] fp32. The bias takes part in the choice only; a
+    group's rank is the sum of its two best biased scores and only `top_groups` groups may be chosen from.
     Returns (expert ids [T, k] int64, weights [T, k] fp32 = score (/ their sum + 1e-20) * scale), best choice first.
     """
-    scores = torch.sigmoid(F.linear(x.float(), gate))
+    scores = torch.sigmoid(F.linear(x.float(), gate.float()))
     choice = scores + bias
     if groups > 1:
         grouped = choice.view(x.shape[0], groups, -1)
         rank = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
         allowed = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(top_groups, dim=-1).indices, True)
         choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).view_as(choice)
-    ids = choice.topk(top_k, dim=-1).indices
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # of equal ones, the lower id
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
