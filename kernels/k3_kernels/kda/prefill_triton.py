@@ -14,6 +14,7 @@ the exponential of the sum between the two tokens, never positive.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ SHIFT = tl.constexpr(115.0)
 GONE = tl.constexpr(-150.0)
 """log2 of a decay that leaves nothing of an fp32; smaller ones are raised to it, so that sums keep their digits."""
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 WORKSPACE = 768 << 20
 """Bytes of scratch memory of a call; longer calls are made of several."""
 RESIDENT = 256
@@ -36,10 +38,32 @@ RESIDENT = 256
 
 
 @triton.jit
+def _exp2(x):
+    """2^x; what is below the smallest normal number is 0, which saves three instructions an element."""
+    if INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return y
+
+
+@triton.jit
+def _sigmoid(x, rate):
+    """sigmoid(rate x), to the last digit or two."""
+    y = 1.0 + _exp2(x * (rate * -LOG2E))
+    if INTERPRETED:
+        y = 1.0 / y
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1)
+    return y
+
+
+@triton.jit
 def _log2_decay(f, bias, rate, lower_bound, BOUNDED: tl.constexpr):
+    """log2 of the decay; 0 where f is -inf, as behind the last token."""
     x = f + bias
     if BOUNDED:
-        g = lower_bound * LOG2E / (1.0 + tl.exp2(x * rate * -LOG2E))
+        g = _sigmoid(x, rate) * (lower_bound * LOG2E)
     else:
         # softplus; log(1 + y) with the digits that 1 + y loses put back.
         y = tl.exp2(tl.abs(x) * -LOG2E)
@@ -50,9 +74,9 @@ def _log2_decay(f, bias, rate, lower_bound, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def _unit(x):
-    """Rows of [C, K] with l2 norm 1."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)[:, None]
+def _unit(x, divisor: tl.constexpr):
+    """Rows of [C, K] with l2 norm divisor^-1/2."""
+    return x * tl.rsqrt((tl.sum(x * x, 1) + L2_EPS) * divisor)[:, None]
 
 
 @triton.jit
@@ -92,26 +116,26 @@ def _inside(
     rate = tl.exp(tl.load(A_log + head))
     bias = tl.load(dt_bias + at)
 
-    x = tl.load(f + t[:, None] * f_row + at[None, :], mask=inside, other=0.0).to(tl.float32)
-    g = tl.where(inside, _log2_decay(x, bias[None, :], rate, lower_bound, BOUNDED), 0.0)
-    G = tl.cumsum(g, 0)
+    x = tl.load(f + t[:, None] * f_row + at[None, :], mask=inside, other=-float("inf")).to(tl.float32)
+    G = tl.cumsum(_log2_decay(x, bias[None, :], rate, lower_bound, BOUNDED), 0)
     last = tl.min(G, 0)
-    tl.store(decay + (chunk * H + head) * K + d, tl.exp2(last))
+    tl.store(decay + (chunk * H + head) * K + d, _exp2(last))
 
     kind: tl.constexpr = k_start.dtype.element_ty
     half: tl.constexpr = tl.float32 if kind == tl.float32 else tl.float16
     tile = (chunk * H + head).to(tl.int64) * C * K + row[:, None] * K + d[None, :]
     square = (chunk * H + head).to(tl.int64) * C * C + row[:, None] * C + row[None, :]
-    kn = _unit(tl.load(k + t[:, None] * k_row + at[None, :], mask=inside, other=0.0).to(tl.float32))
+    kn = _unit(tl.load(k + t[:, None] * k_row + at[None, :], mask=inside, other=0.0).to(tl.float32), 1)
     qn = tl.load(q + t[:, None] * q_row + at[None, :], mask=inside, other=0.0).to(tl.float32)
-    qn = _unit(qn) * (1.0 / tl.sqrt(K + 0.0))
+    qn = _unit(qn, K)
     causal = row[:, None] >= row[None, :]
     if BOUNDED:
-        up = tl.exp2(G + SHIFT)
-        down = tl.exp2(-G - SHIFT)
+        shifted = G + SHIFT
+        up = _exp2(shifted)
+        down = _exp2(-shifted)
         columns = kn * down
-        tl.store(k_end + tile, (columns * tl.exp2(last + SHIFT)[None, :]).to(kind))
-        back = tl.exp2(tl.full((), -SHIFT, tl.float32))
+        tl.store(k_end + tile, (columns * _exp2(last + SHIFT)[None, :]).to(kind))
+        back = _exp2(tl.full((), -SHIFT, tl.float32))
         rows = kn * up
         tl.store(k_start + tile, (rows * back).to(kind))
         columns_t = tl.trans(columns.to(kind))
@@ -120,14 +144,14 @@ def _inside(
         tl.store(q_start + tile, (rows * back).to(kind))
         B = tl.dot(rows.to(kind), columns_t, input_precision=PRECISION)
     else:
-        up = tl.exp2(G)
+        up = _exp2(G)
         tl.store(k_start + tile, (kn * up).to(kind))
         tl.store(q_start + tile, (qn * up).to(kind))
         # The gate of the row behind each row, summed from the end: nothing is ever subtracted.
         follows = (row[:, None] + 1 < C) & (t[:, None] + 1 < T)
-        x = tl.load(f + (t[:, None] + 1) * f_row + at[None, :], mask=follows, other=0.0).to(tl.float32)
-        g = tl.where(follows, _log2_decay(x, bias[None, :], rate, lower_bound, BOUNDED), 0.0)
-        tl.store(k_end + tile, (kn * tl.exp2(tl.cumsum(g, 0, reverse=True))).to(kind))
+        x = tl.load(f + (t[:, None] + 1) * f_row + at[None, :], mask=follows, other=-float("inf")).to(tl.float32)
+        g = _log2_decay(x, bias[None, :], rate, lower_bound, BOUNDED)
+        tl.store(k_end + tile, (kn * _exp2(tl.cumsum(g, 0, reverse=True))).to(kind))
         A = tl.zeros((C, C), tl.float32)
         B = tl.zeros((C, C), tl.float32)
         between = tl.zeros((C, K), tl.float32)
@@ -135,17 +159,18 @@ def _inside(
             j = C - 1 - i
             s = (first + chunk * C + j).to(tl.int64)
             # Row t of `between`: log decay of the tokens behind j up to t.
-            f_next = tl.load(f + (s + 1) * f_row + at, mask=(j + 1 < C) & (s + 1 < T), other=0.0).to(tl.float32)
+            f_next = tl.load(f + (s + 1) * f_row + at, mask=(j + 1 < C) & (s + 1 < T), other=-float("inf")).to(
+                tl.float32
+            )
             g_row = _log2_decay(f_next, bias, rate, lower_bound, BOUNDED)
-            between += tl.where((row[:, None] > j) & (t[:, None] < T) & (j + 1 < C), g_row[None, :], 0.0)
+            between += tl.where((row[:, None] > j) & inside, g_row[None, :], 0.0)
             key = tl.load(k + s * k_row + at, mask=s < T, other=0.0).to(tl.float32)
             key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
-            weighted = tl.exp2(between) * key[None, :]
+            weighted = _exp2(between) * key[None, :]
             column = row[None, :] == j
             A += tl.where(column, tl.sum(kn * weighted, 1)[:, None], 0.0)
             B += tl.where(column, tl.sum(qn * weighted, 1)[:, None], 0.0)
-    beta = tl.load(b + t * b_row + head, mask=live, other=0.0).to(tl.float32)
-    beta = tl.where(live, 1.0 / (1.0 + tl.exp2(beta * -LOG2E)), 0.0)
+    beta = _sigmoid(tl.load(b + t * b_row + head, mask=live, other=-float("inf")).to(tl.float32), 1.0)
     # Where a later token is the column, the product of factors may be infinite: chosen away, never multiplied.
     tl.store(mix + square, tl.where(causal, B, 0.0).to(kind))
     X = _inverse(tl.where(row[:, None] > row[None, :], A * beta[:, None], 0.0), C, half)
