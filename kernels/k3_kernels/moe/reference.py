@@ -88,8 +88,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Sigmoid router with a selection bias and group-limited top-k, in fp32.
 
-    x [T, D] (any float dtype), gate [E, D] fp32 (or x's dtype), bias [E] fp32. The bias takes part in the choice only; a
-    group's rank is the sum of its two best biased scores and only `top_groups` groups may be chosen from.
+    x [T, D] (any float dtype), gate [E, D] fp32 (or x's dtype), bias [E] fp32. The bias takes part in the choice only;
+    a group's rank is the sum of its two best biased scores and only `top_groups` groups may be chosen from.
     Returns (expert ids [T, k] int64, weights [T, k] fp32 = score (/ their sum + 1e-20) * scale), best choice first.
     """
     scores = torch.sigmoid(F.linear(x.float(), gate.float()))

@@ -19,6 +19,14 @@ SHARE: int = 1024
 
 
 @triton.jit
+def _cut(w):
+    """The upper eight bits of fp32 numbers as bf16, and what is left: 24 bits are three such cuts, none rounded."""
+    bits = w.to(tl.int32, bitcast=True)
+    upper = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return upper, w - (bits & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _scores(
     x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, BK: tl.constexpr
 ):
@@ -35,10 +43,9 @@ def _scores(
         if x.dtype.element_ty == tl.float32:
             acc = tl.dot(w.to(tl.float32), b, acc, input_precision="ieee")
         elif gate.dtype.element_ty == tl.float32:
-            high = w.to(tl.bfloat16)
-            rest = w - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            high, rest = _cut(w)
+            middle, rest = _cut(rest)
+            low, rest = _cut(rest)
             acc = tl.dot(low, b, acc)
             acc = tl.dot(middle, b, acc)
             acc = tl.dot(high, b, acc)
