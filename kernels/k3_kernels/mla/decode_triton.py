@@ -30,17 +30,29 @@ LOG2E = 1.4426950408889634
 
 
 class Tiling(NamedTuple):
-    """Of `attend`: BM pairs of row and head, BN keys at a time, warps, pipeline stages."""
+    """Of `attend`: BM pairs of row and head, BN keys at a time, warps, pipeline stages; the Gluon form or Triton's."""
 
     BM: int
     BN: int
     warps: int
     stages: int
+    gluon: bool = False
 
 
-def tiling(dtype: torch.dtype) -> Tiling:
+def tiling(dtype: torch.dtype, R: int, P: int, device: torch.device) -> Tiling:
     """bf16 fills registers with 64 x 512 sums and shared memory with queries and two key blocks; fp32 stays small."""
-    return Tiling(64, 64, 8, 2) if dtype == torch.bfloat16 else Tiling(16, 32, 4, 1)
+    if dtype != torch.bfloat16:
+        return Tiling(16, 32, 4, 1)
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return Tiling(64, 64, 8, 2, gluon=hopper and (R, P) == (512, 64))
+
+
+def _attend(shape: Tiling) -> Any:
+    if not shape.gluon:
+        return attend_kernel
+    from k3_kernels.mla import decode_hopper_triton
+
+    return decode_hopper_triton.attend_kernel
 
 
 @triton.jit
@@ -58,7 +70,7 @@ def append_kernel(rows, pages, table, cursor, row_stride, page_stride, key_strid
     tl.store(pages + page * page_stride + (p % PAGE) * key_stride + x, value, mask=x < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def absorb_kernel(
     q, w_uk, absorbed, cursor, q_row, q_head, W, H, n,
     N: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
@@ -82,7 +94,7 @@ def absorb_kernel(
         tl.store(to + R + e[None, :], tl.load(source + N + e[None, :], mask=live[:, None]), mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def attend_kernel(
     absorbed, pages, table, cursor, sums, tops, norms, factor, page_stride, H, n,
     KEY: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
@@ -156,7 +168,7 @@ def combine_kernel(
     tl.store(latent + ((pair % H) * W + p % W) * R + r, out.to(latent.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def project_kernel(
     latent, w_uv, out, cursor, W, H, n,
     V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
@@ -198,7 +210,7 @@ def decode(
     W, H = q.shape[:2]
     N, R = w_uk.shape[1:]
     V, P = w_uv.shape[1], q.shape[2] - N
-    shape = tile or tiling(q.dtype)
+    shape = tile or tiling(q.dtype, R, P, q.device)
     pairs, factor = n * H, scale * LOG2E
     empty: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     absorbed = torch.empty(pairs, R + P, device=q.device, dtype=q.dtype)
@@ -211,7 +223,7 @@ def decode(
         q, w_uk, absorbed, cursor, q.stride(0), q.stride(1), W, H, n,
         N=N, BK=max(16, triton.next_power_of_2(N)), R=R, BR=BR, P=P, ROWS=ROWS,
     )  # fmt: skip
-    attend_kernel[(SPLITS, triton.cdiv(pairs, shape.BM))](
+    _attend(shape)[(SPLITS, triton.cdiv(pairs, shape.BM))](
         absorbed, pages, table, cursor, sums, tops, norms, factor, pages.stride(0), H, n,
         KEY=pages.stride(1), R=R, P=P, PAGE=pages.shape[1], UNIT=UNIT, SPLITS=SPLITS, BM=shape.BM, BN=shape.BN,
         num_warps=shape.warps, num_stages=shape.stages,

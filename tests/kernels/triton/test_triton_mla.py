@@ -6,7 +6,7 @@ import pytest
 import torch
 from k3_kernels import mla
 from k3_kernels.mla import prefill_library
-from k3_kernels.mla.decode_triton import SPLITS, UNIT, append, decode
+from k3_kernels.mla.decode_triton import SPLITS, UNIT, Tiling, append, decode
 from k3_kernels.mla.merge_triton import merge
 from k3_kernels.ops import decode_definition, error, mla_definition
 from torch import Tensor
@@ -81,6 +81,15 @@ def test_bits_depend_on_position_alone(shape: tuple[int, ...], start: int, dtype
         q[slot] = given[0][slot]
         alone = decode(q, *given[1:5], given[5] + torch.tensor([i, 0, 0, 0], device=DEVICE), scale(shape), 1)
         assert torch.equal(alone[slot], whole[slot])
+
+
+@pytest.mark.skipif(not CUDA, reason="the larger tiling needs a CUDA device")
+@pytest.mark.parametrize("start", [0, 1000, STEP - 3])
+def test_other_form_of_attend(start: int):
+    """Triton's own form where the Gluon form is the default."""
+    given = inputs(K3, start, torch.bfloat16)
+    found = decode(*given, scale(K3), K3[0], Tiling(64, 32, 8, 2))
+    assert error(found, decode_definition(*given, scale(K3), K3[0])) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
