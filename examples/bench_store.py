@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast the session store saves and restores, beside what the same disk does, measured in one run.
 
-    python examples/bench_store.py --dir /data/tmp [--tokens 32768] [--parts speed,codecs,turns,forks]
+    python examples/bench_store.py --dir /data/tmp [--tokens 32768] [--parts speed,turns,forks]
 
 State has the shapes of Kimi K3 (69 KDA layers of 96 x 128 x 128 in fp32, 24 MLA layers 576 wide in bf16) and random
 contents whose exponents spread like real activations; nothing is loaded but numpy.
@@ -10,6 +10,7 @@ contents whose exponents spread like real activations; nothing is loaded but num
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import resource
 import shutil
@@ -18,11 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import zstandard
 from k3_sessions import FieldSpec, Identity, StateLayout, Store, StoreConfig, TurnDraft, codec, layout_digest
 from k3_sessions.upkeep import files
 
@@ -74,10 +75,18 @@ class RandomState:
         return rows
 
 
+@dataclass
+class Span:
+    """What `timed` found. rate: MiB of state a second; disk: MiB of stored bytes a second."""
+
+    rate: float = 0.0
+    disk: float = 0.0
+
+
 @contextmanager
-def timed(what: str, raw: int, stored: Callable[[], int] | None = None) -> Iterator[list[float]]:
-    """Prints and collects seconds; the peak of resident memory above the start is sampled meanwhile."""
-    out: list[float] = []
+def timed(what: str, raw: int, stored: Callable[[], int] | None = None) -> Iterator[Span]:
+    """Prints and collects rates; the peak of resident memory above the start is sampled meanwhile."""
+    out = Span()
     stop = threading.Event()
     base = peak = resident()
 
@@ -88,15 +97,17 @@ def timed(what: str, raw: int, stored: Callable[[], int] | None = None) -> Itera
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    began, used = time.perf_counter(), time.process_time()
+    began, used = time.perf_counter(), os.times()
     yield out
-    out.append(time.perf_counter() - began)
-    cpu = time.process_time() - used
+    seconds, after = time.perf_counter() - began, os.times()
     stop.set()
     watcher.join()
     size = stored() if stored else raw
-    rates = f"{raw / MIB / out[0]:7.0f} MiB/s of state {size / MIB / out[0]:7.0f} MiB/s of disk"
-    print(f"{what:30} {out[0]:6.2f} s {rates} {cpu:6.2f} s CPU  +{(peak - base) / MIB:5.0f} MiB", flush=True)
+    out.rate, out.disk = raw / MIB / seconds, size / MIB / seconds
+    cpu = f"{after.user - used.user:5.2f} + {after.system - used.system:5.2f} s CPU"
+    print(
+        f"{what:34} {seconds:6.2f} s {out.rate:6.0f} {out.disk:6.0f} {cpu}  +{(peak - base) / MIB:5.0f} MiB", flush=True
+    )
 
 
 def resident() -> int:
@@ -113,116 +124,126 @@ def cold(root: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def disk(folder: Path, size: int) -> None:
-    """Baselines like `dd bs=16M`: write with a final fsync, then read cold."""
+def disk(folder: Path, size: int) -> tuple[float, float]:
+    """Baselines like `dd bs=16M`: write with a final fsync, then the faster of two cold reads. MiB/s each."""
     block = os.urandom(16 * MIB)
     path = folder / "baseline"
-    with timed("disk: sequential write, fsync", size), open(path, "wb", buffering=0) as file:
+    with timed("disk: sequential write, fsync", size) as written, open(path, "wb", buffering=0) as file:
         for _ in range(size // len(block)):
             file.write(block)
         os.fsync(file.fileno())
-    for number in range(2):
+    reads = []
+    for _ in range(2):
         cold(folder)
-        with timed(f"disk: cold sequential read {number + 1}", size), open(path, "rb", buffering=0) as file:
+        with timed("disk: cold sequential read", size) as read, open(path, "rb", buffering=0) as file:
             buffer = bytearray(len(block))
             while file.readinto(buffer):
                 pass
+        reads.append(read.rate)
+    cold(folder)
+    with timed("disk: cold read into new memory", size), open(path, "rb", buffering=0) as file:
+        new = np.empty(size, dtype=np.uint8)
+        for at in range(0, size, len(block)):
+            file.readinto(memoryview(new[at : at + len(block)]))
     path.unlink()
+    return written.rate, max(reads)
 
 
-def stored_bytes(store: Store) -> int:
-    return sum(info.size for _, info in files(store))
+def stages(state: RandomState) -> None:
+    """What one core does of each piece of work, in MiB a second of CPU time: the limit where no disk waits."""
+    latents = state.page_rows("kv_latent", 0, 512)
+    table, parts = codec.encode(latents, 1)
+    packed, out = memoryview(b"".join(parts)), np.empty_like(latents)
+    plain = state.checkpoint()["recurrent"][:2]
+    work: dict[str, tuple[int, Callable[[], object]]] = {
+        "sha256 of stored bytes": (len(packed), lambda: hashlib.sha256(packed).digest()),
+        "latents to frames": (latents.nbytes, lambda: codec.encode(latents, 1)),
+        "frames to latents": (latents.nbytes, lambda: codec.decode(packed, table, out)),
+        "recurrent state to frames": (plain.nbytes, lambda: codec.encode(plain, 1)),
+        "first touch of new memory": (64 * MIB, lambda: np.empty(64 * MIB, dtype=np.uint8).fill(1)),
+    }
+    for what, (size, run) in work.items():
+        best = float("inf")
+        for _ in range(5):
+            used = time.process_time()
+            run()
+            best = min(best, time.process_time() - used)
+        print(f"one core: {what:34} {size / MIB / max(best, 1e-9):7.0f} MiB/s")
 
 
-def speed(folder: Path, tokens: int, config: StoreConfig) -> None:
+class Memory:
+    """An allocator that hands out the same arrays again, as an engine with pinned memory would."""
+
+    def __init__(self) -> None:
+        self._made: list[np.ndarray] = []
+        self._next = 0
+
+    def again(self) -> None:
+        self._next = 0
+
+    def __call__(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if self._next == len(self._made):
+            self._made.append(np.zeros(shape, dtype=dtype))
+            self._made[-1].fill(1)
+        found = self._made[self._next]
+        self._next += 1
+        assert (found.shape, found.dtype) == (shape, dtype)
+        return found
+
+
+def speed(folder: Path, tokens: int, config: StoreConfig, rounds: int) -> None:
     state = RandomState(tokens)
     raw = sum(a.nbytes for a in state.checkpoint().values()) + tokens * len(MLA) * 576 * 2
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     print(f"state of {tokens} tokens: {raw / MIB:.0f} MiB, staging {config.staging_bytes / MIB:.0f} MiB")
+    print(f"{cores} cores, load {load:.1f}; columns: seconds, MiB/s of state, MiB/s of disk, user + system, memory")
+    stages(state)
     ids = np.random.default_rng(1).integers(0, 163840, tokens).tolist()
-    for run in range(2):
-        disk(folder, raw // (16 * MIB) * 16 * MIB)
+    memory = Memory()
+    for run in range(rounds):
+        write, read = disk(folder, raw // (16 * MIB) * 16 * MIB)
         root = folder / f"store{run}"
         store = Store.open(root, config=config)
         stored = partial(stored_bytes, store)
         writer = store.writer("s", create=True, identity=IDENTITY, layout=LAYOUT)
-        with writer, timed("store: commit", raw, stored):
+        with writer, timed("store: commit", raw, stored) as commit:
             report = writer.commit(TurnDraft(ids, tokens), state)
-        print(f"  stored {stored() / raw:.3f} of raw: MLA {report.bytes_pages}, KDA {report.bytes_checkpoint} bytes")
-        cold(root)
+        kept = f"MLA {report.bytes_pages}, KDA {report.bytes_checkpoint} bytes"
+        share = stored() / raw
         fresh = Store.open(root, config=config)
         plan = fresh.plan(report.turn.id, IDENTITY, LAYOUT)
-        with timed("store: restore, cold", raw, stored):
-            back = fresh.restore(plan, IDENTITY, LAYOUT)
-        assert back.checkpoint()["recurrent"].tobytes() == state.checkpoint()["recurrent"].tobytes()
-        assert back.page_rows("k_pe", 512, 1024).tobytes() == state.page_rows("k_pe", 512, 1024).tobytes()
-        del back
+        spans = []
+        for what, allocate in (("new memory", np.empty), ("memory that is there", memory)):
+            memory.again()
+            if not run and allocate is memory:
+                fresh.restore(plan, IDENTITY, LAYOUT, allocate=memory)  # makes the memory
+                memory.again()
+            cold(root)
+            with timed(f"store: restore, {what}", raw, stored) as span:
+                back = fresh.restore(plan, IDENTITY, LAYOUT, allocate=allocate)
+            spans.append(span)
+            assert back.checkpoint()["recurrent"].tobytes() == state.checkpoint()["recurrent"].tobytes()
+            assert back.page_rows("k_pe", 512, 1024).tobytes() == state.page_rows("k_pe", 512, 1024).tobytes()
+            del back
         cold(root)
-        with timed("store: verify, cold", raw, stored):
+        with timed("store: verify, cold", raw, stored) as verify:
             assert not fresh.verify().problems
         store.close()
         fresh.close()
         shutil.rmtree(root)
+        print(f"  stored {share:.3f} of raw: {kept}")
+        print("  of the disk's rate, by state and by stored bytes:")
+        for what, span, limit, goal in (
+            ("commit", commit, write, 60),
+            ("restore, new memory", spans[0], read, 70),
+            ("restore, memory that is there", spans[1], read, 70),
+            ("verify", verify, read, 80),
+        ):
+            print(f"    {what:30} {span.rate / limit:5.0%} {span.disk / limit:5.0%}   goal {goal} %", flush=True)
 
 
-def codecs(folder: Path, state_file: Path | None) -> None:
-    """Ratio and speed on one core: raw, zstd 1 and 3, byte planes + zstd 1 (the store's), blosc2 where installed."""
-    state = RandomState(2048)
-    samples = {
-        "KDA state, fp32": state.checkpoint()["recurrent"][:6].reshape(-1),
-        "MLA latents, bf16": np.concatenate([state.page_rows("kv_latent", s, s + 512).reshape(-1) for s in (0, 512)]),
-    }
-    if state_file is not None:
-        with np.load(state_file) as arrays:
-            samples |= {f"real {name}": arrays[name].reshape(-1) for name in arrays.files}
-    for name, array in samples.items():
-        print(f"{name}: {array.nbytes / MIB:.1f} MiB")
-        for row, press, unpress in coders(array):
-            best_in = best_out = float("inf")
-            for _ in range(3):
-                began = time.perf_counter()
-                parts = press()
-                best_in = min(best_in, time.perf_counter() - began)
-                began = time.perf_counter()
-                unpress(parts)
-                best_out = min(best_out, time.perf_counter() - began)
-            size = sum(len(part) for part in parts)
-            rates = f"in {array.nbytes / MIB / best_in:7.0f} MiB/s  out {array.nbytes / MIB / best_out:7.0f} MiB/s"
-            print(f"  {row:30} {array.nbytes / size:6.3f}x  {rates}", flush=True)
-
-
-Coder = tuple[str, Callable[[], list[bytes]], Callable[[list[bytes]], object]]
-
-
-def coders(array: np.ndarray) -> Iterator[Coder]:
-    """Name, compress and decompress for each row of the table; all on one core, in pieces of 2 MiB."""
-    data = array.tobytes()
-    cut = [data[i : i + 2 * MIB] for i in range(0, len(data), 2 * MIB)]
-    yield "raw", lambda: [bytes(bytearray(part)) for part in cut], lambda parts: [bytearray(p) for p in parts]
-    for level in (1, 3):
-        one, two = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
-        yield f"zstd {level}", partial(_each, one.compress, cut), partial(_each, two.decompress)
-    table: list[tuple[int, int]] = []
-
-    def planes() -> list[bytes]:
-        table[:], parts = codec.encode(array, 1)
-        return [b"".join(parts)]
-
-    def merge(parts: list[bytes]) -> None:
-        codec.decode(memoryview(parts[0]), table, np.empty_like(array))
-
-    yield "byte planes, zstd 1 (store)", planes, merge
-    try:
-        import blosc2
-    except ImportError:
-        print("  blosc2 is not installed: row left out")
-        return
-    params = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.SHUFFLE], "nthreads": 1}
-    press = partial(blosc2.compress2, typesize=array.itemsize, **params)
-    yield "blosc2 shuffle, zstd 1", partial(_each, press, cut), partial(_each, partial(blosc2.decompress2, nthreads=1))
-
-
-def _each(function: Callable[[bytes], bytes], parts: list[bytes]) -> list[bytes]:
-    return [function(part) for part in parts]
+def stored_bytes(store: Store) -> int:
+    return sum(info.size for _, info in files(store))
 
 
 SMALL = StateLayout(
@@ -307,22 +328,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--parts", default="speed,codecs,turns,forks")
+    parser.add_argument("--parts", default="speed,turns,forks")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--staging-mib", type=int, default=256)
-    parser.add_argument("--state", type=Path, help=".npz of real state arrays, for the codec table")
+    parser.add_argument("--rounds", type=int, default=2, help="of the speed part")
     args = parser.parse_args()
     config = StoreConfig(free_floor_bytes=0, threads=args.threads, staging_bytes=args.staging_mib * MIB)
     folder = Path(tempfile.mkdtemp(prefix="k3-bench-", dir=args.dir))
     parts = args.parts.split(",")
-    unknown = set(parts) - {"speed", "codecs", "turns", "forks"}
+    unknown = set(parts) - {"speed", "turns", "forks"}
     if unknown:
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; known: speed, codecs, turns, forks")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; known: speed, turns, forks")
     try:
         if "speed" in parts:
-            speed(folder, args.tokens, config)
-        if "codecs" in parts:
-            codecs(folder, args.state)
+            speed(folder, args.tokens, config, args.rounds)
         if "turns" in parts:
             turns(folder, config)
         if "forks" in parts:

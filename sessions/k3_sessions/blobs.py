@@ -13,10 +13,14 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from k3_sessions.errors import Damaged, os_errors
-from k3_sessions.fs import FileSystem
+from k3_sessions.fs import Buffer, FileSystem
 from k3_sessions.objects import Blob
+
+if TYPE_CHECKING:
+    from k3_sessions.staging import Slot
 
 TEMP_PREFIX = ".tmp-"
 """Names of unfinished files, in any directory of the store."""
@@ -31,7 +35,7 @@ def is_id(text: str) -> bool:
     return len(text) == 64 and all(c in "0123456789abcdef" for c in text)
 
 
-def write_file(fs: FileSystem, path: str, parts: Sequence[bytes]) -> None:
+def write_file(fs: FileSystem, path: str, parts: Sequence[Buffer]) -> None:
     """Whole file, atomically in place of whatever `path` was. Durable once the directory is synced too."""
     folder, _, _ = path.rpartition("/")
     temp = f"{folder}/{TEMP_PREFIX}{secrets.token_hex(8)}" if folder else TEMP_PREFIX + secrets.token_hex(8)
@@ -71,7 +75,7 @@ class Blobs:
         self.bad: dict[str, str] = {}
         """Objects that failed a read in this process, and why: plans go around them."""
 
-    def put(self, parts: Sequence[bytes], batch: Batch) -> tuple[Blob, int]:
+    def put(self, parts: Sequence[Buffer], batch: Batch) -> tuple[Blob, int]:
         """Store an object; returns its reference and the bytes written (0 if it was there, whole, already)."""
         digest = hashlib.sha256()
         for part in parts:
@@ -119,8 +123,11 @@ class Blobs:
             return f"has {found.size} bytes where {blob.size} were written"
         return ""
 
-    def get(self, key: str, size: int | None = None) -> bytes:
-        """Bytes of an object, hashed. Raises Damaged naming the file when they are not the ones written."""
+    def get(self, key: str, size: int | None = None, slot: Slot | None = None) -> Buffer:
+        """Bytes of an object, hashed. Raises Damaged naming the file when they are not the ones written.
+
+        slot: read into its memory, for large objects; the result is then good until the slot is used again.
+        """
         path = path_of(key)
         with os_errors("reading the session store"):
             found = self.fs.info(path)
@@ -129,7 +136,12 @@ class Blobs:
             if size is not None and found.size != size:
                 raise self._damaged(key, f"has {found.size} bytes where {size} were written")
             try:
-                data = self.fs.read(path)
+                data: Buffer
+                if slot is None:
+                    data = self.fs.read(path)
+                else:
+                    data = slot.view(found.size)
+                    data = data[: self.fs.read_into(path, data)]
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise

@@ -22,6 +22,7 @@ from k3_sessions.errors import Damaged, FormatUnsupported, StoreError, os_errors
 from k3_sessions.identity import PrefixDigest, identity_digest
 from k3_sessions.objects import Kind
 from k3_sessions.records import Kept, Ref, Root, TurnRecord
+from k3_sessions.staging import Slots
 from k3_sessions.state_objects import fields_of, group_claims, groups_of, open_state, page_claims
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class _Findings:
     """What a check saw. `wrong`: path -> what. `needs`: path -> sessions."""
 
     catalog: Catalog
+    slots: Slots
     wrong: dict[str, str] = field(default_factory=dict)
     needs: dict[str, set[str]] = field(default_factory=dict)
     jobs: dict[str, tuple[int, Callable[[], object]]] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class _Findings:
 def _inspect(store: Store, names: Collection[str] | None) -> tuple[_Findings, list[Ref], int]:
     """Read everything afresh; returns findings, the readable refs, and the bytes read."""
     blobs = Blobs(store.fs)
-    findings = _Findings(Catalog(blobs))
+    findings = _Findings(Catalog(blobs), Slots(store.config.staging_bytes))
     refs, broken = findings.catalog.refs()
     for entry in broken if names is None else ():
         findings.bad(entry.name, entry.error, entry.name)
@@ -160,7 +162,8 @@ def _inspect_boundary(blobs: Blobs, findings: _Findings, ref: Ref, root: Root, e
         raise Damaged(f"turn {turn.id[:12]} lacks checkpoint objects", object=path_of(turn.id))
 
     def check(key: str, size: int, kind: Kind, scope: str, claims: Mapping[str, object]) -> None:
-        open_state(blobs.get(key, size), key, kind, fields_of(root.layout, scope), claims)
+        with findings.slots.slot(size) as slot:
+            open_state(blobs.get(key, size, slot), key, kind, fields_of(root.layout, scope), claims)
 
     for page in catalog.pages(path):
         claims = page_claims(page, seed, digest.at(page.stop))

@@ -1,8 +1,10 @@
-"""Tensor bytes to frames and back: byte planes, each compressed on its own or left raw.
+"""Tensor bytes to frames and back: byte planes, each compressed on its own or left raw; or the array as it is.
 
 An array is cut into runs of FRAME_ITEMS items; each run is split into one plane per byte of the item, least
 significant first, and every plane becomes one frame. Mantissa planes of live state are close to random, so each frame
-decides for itself: it is stored raw unless zstd saves at least 5 %.
+decides for itself: it is stored raw unless zstd saves at least 5 %. Where all planes of a larger array together would
+save little, splitting and joining them costs more time than the disk needs for the difference: such an array is one
+plain frame, its bytes in order.
 """
 
 from __future__ import annotations
@@ -18,11 +20,17 @@ from k3_sessions.types import Array
 FRAME_ITEMS = 512 * 1024
 """Items per run: a plane is 512 KiB, above the 256 KiB under which zstd loses ratio on this data."""
 
-RAW, ZSTD = 0, 1
-"""Frame codecs."""
+RAW, ZSTD, PLAIN = 0, 1, 2
+"""Frame codecs: a plane as it is, a plane compressed, a whole array as it is."""
+
+CODECS: tuple[int, ...] = (RAW, ZSTD, PLAIN)
+
+PLAIN_ITEMS = 16 * 1024
+"""Arrays of fewer items are always split: their time does not matter."""
 
 _PROBE = 64 * 1024
 _MIN_GAIN = 0.05
+_MIN_SPLIT_GAIN = 0.20
 
 _local = threading.local()
 
@@ -31,12 +39,15 @@ class BadFrames(ValueError):  # noqa: N818
     """Frames that do not describe the array they claim to."""
 
 
+Frame = bytes | memoryview
+
+
 def _compressor(level: int) -> zstandard.ZstdCompressor:
     cache: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
     if level not in cache:
         # Level 1 here means zstd's fastest entropy coding without its search for matches: exponent planes have none but
         # by chance, and short chance matches cost time on both ways and make the result larger (README, Measured).
-        own = {"min_match": 7, "hash_log": 8, "window_log": 19} if level == 1 else {}
+        own = {"min_match": 7, "hash_log": 6, "window_log": 19} if level == 1 else {}
         params = zstandard.ZstdCompressionParameters.from_level(level, write_content_size=True, **own)
         cache[level] = zstandard.ZstdCompressor(compression_params=params)
     return cache[level]
@@ -49,29 +60,56 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     return found
 
 
-def _encode_plane(plane: Array, level: int) -> tuple[int, bytes]:
+def _encode_plane(plane: Array, level: int) -> tuple[int, Frame]:
     compressor = _compressor(level)
     limit = 1.0 - _MIN_GAIN
     # A random plane is recognised by its middle, without paying for the whole.
     if plane.size > 2 * _PROBE:
         middle = plane.size // 2
         if len(compressor.compress(plane[middle : middle + _PROBE].data)) > limit * _PROBE:
-            return RAW, plane.tobytes()
+            return RAW, plane.data
     packed = compressor.compress(plane.data)
     if len(packed) > limit * plane.size:
-        return RAW, plane.tobytes()
+        return RAW, plane.data
     return ZSTD, packed
 
 
-def encode(array: Array, level: int) -> tuple[list[tuple[int, int]], list[bytes]]:
-    """Frames of a C-contiguous array: [(codec, stored bytes), ...] and the bytes, in the same order."""
-    items = array.reshape(-1).view(np.uint8).reshape(array.size, array.itemsize)
+def _split(flat: Array) -> list[Array]:
+    """One new uint8 array per byte of the items, least significant first."""
+    if flat.itemsize == 2:
+        # Casts and shifts of whole words run several times faster than copies with a stride of two bytes.
+        words = flat.view("<u2")
+        return [words.astype(np.uint8), (words >> np.uint16(8)).astype(np.uint8)]
+    items = flat.view(np.uint8).reshape(flat.size, flat.itemsize)
+    return [np.ascontiguousarray(items[:, plane]) for plane in range(flat.itemsize)]
+
+
+def _worth_splitting(flat: Array, level: int) -> bool:
+    """Whether planes save enough, judged by slices from all over the array. Equal arrays give equal answers."""
+    if flat.size < PLAIN_ITEMS:
+        return True
+    step, slices = 4096, 16
+    sample = flat
+    if flat.size > step * slices:
+        starts = np.linspace(0, flat.size - step, slices).astype(int)
+        sample = np.concatenate([flat[at : at + step] for at in starts])
+    packed = sum(len(_encode_plane(plane, level)[1]) for plane in _split(sample))
+    return packed <= (1.0 - _MIN_SPLIT_GAIN) * sample.nbytes
+
+
+def encode(array: Array, level: int) -> tuple[list[tuple[int, int]], list[Frame]]:
+    """Frames of a C-contiguous array: [(codec, stored bytes), ...] and the bytes, in the same order.
+
+    A plain frame is a view of `array`, which must then stay unchanged until it is written.
+    """
+    flat = array.reshape(-1)
+    if not _worth_splitting(flat, level):
+        return [(PLAIN, flat.nbytes)], [flat.view(np.uint8).data]
     table: list[tuple[int, int]] = []
-    parts: list[bytes] = []
-    for start in range(0, len(items), FRAME_ITEMS):
-        run = items[start : start + FRAME_ITEMS]
-        for plane in range(array.itemsize):
-            codec, data = _encode_plane(np.ascontiguousarray(run[:, plane]), level)
+    parts: list[Frame] = []
+    for start in range(0, flat.size, FRAME_ITEMS):
+        for plane in _split(flat[start : start + FRAME_ITEMS]):
+            codec, data = _encode_plane(plane, level)
             table.append((codec, len(data)))
             parts.append(data)
     return table, parts
@@ -79,16 +117,36 @@ def encode(array: Array, level: int) -> tuple[list[tuple[int, int]], list[bytes]
 
 def decode(data: memoryview, table: Sequence[Sequence[int]], out: Array) -> None:
     """Fill `out` (C-contiguous) from the frames in `data`. Raises BadFrames; `out` is then worthless."""
-    items = out.reshape(-1).view(np.uint8).reshape(out.size, out.itemsize)
-    runs = -(-len(items) // FRAME_ITEMS)
-    if len(table) != runs * out.itemsize or sum(stored for _, stored in table) != len(data):
+    flat = out.reshape(-1)
+    runs = -(-flat.size // FRAME_ITEMS)
+    plain = len(table) == 1 and table[0][0] == PLAIN and len(data) == out.nbytes
+    if sum(stored for _, stored in table) != len(data) or (len(table) != runs * out.itemsize and not plain):
         raise BadFrames(f"{len(table)} frames of {len(data)} bytes for {out.size} items of {out.itemsize} bytes")
-    at = 0
-    for number, (codec, stored) in enumerate(table):
-        run, plane = divmod(number, out.itemsize)
-        target = items[run * FRAME_ITEMS : (run + 1) * FRAME_ITEMS, plane]
-        target[:] = np.frombuffer(_frame(codec, data[at : at + stored], len(target)), dtype=np.uint8)
-        at += stored
+    if plain:
+        flat.view(np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
+        return
+    at = number = 0
+    for start in range(0, flat.size, FRAME_ITEMS):
+        run = flat[start : start + FRAME_ITEMS]
+        planes: list[Array] = []
+        for codec, stored in table[number : number + out.itemsize]:
+            planes.append(np.frombuffer(_frame(codec, data[at : at + stored], run.size), dtype=np.uint8))
+            at += stored
+        number += out.itemsize
+        _join(planes, run)
+
+
+def _join(planes: Sequence[Array], run: Array) -> None:
+    """The inverse of `_split`, into `run`."""
+    if run.itemsize == 2:
+        words = run.view("<u2")
+        np.copyto(words, planes[1])
+        np.left_shift(words, 8, out=words)
+        np.bitwise_or(words, planes[0], out=words)
+        return
+    items = run.view(np.uint8).reshape(run.size, run.itemsize)
+    for number, plane in enumerate(planes):
+        items[:, number] = plane
 
 
 def _frame(codec: int, stored: memoryview, size: int) -> bytes | memoryview:

@@ -84,6 +84,10 @@ class FileSystem(Protocol):
         """Content from `start`, `size` bytes or all; shorter only where the file ends."""
         ...
 
+    def read_into(self, path: str, out: memoryview) -> int:
+        """Fill `out` (writable bytes) from the start of a file; returns how many bytes, fewer where the file ends."""
+        ...
+
     def names(self, path: str) -> list[str]:
         """Names in a directory, sorted; "" is the root."""
         ...
@@ -208,21 +212,34 @@ class RealFS:
         with self._directory(path) as directory:
             os.fsync(directory)
 
-    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
+        """Descriptor and size of a regular file."""
         with self._parent(path) as (folder, name):
             handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
         try:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
-            wanted = max(0, found.st_size - start) if size is None else size
+            yield handle, found.st_size
+        finally:
+            os.close(handle)
+
+    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
+        with self._opened(path) as (handle, length):
+            wanted = max(0, length - start) if size is None else size
             # One piece in all but odd cases: large reads may come back short.
             data = os.pread(handle, wanted, start)
             while len(data) < wanted and (more := os.pread(handle, wanted - len(data), start + len(data))):
                 data += more
             return data
-        finally:
-            os.close(handle)
+
+    def read_into(self, path: str, out: memoryview) -> int:
+        with self._opened(path) as (handle, _):
+            done = 0
+            while done < len(out) and (more := os.preadv(handle, [out[done:]], done)):
+                done += more
+            return done
 
     def names(self, path: str) -> list[str]:
         with self._directory(path) as directory:

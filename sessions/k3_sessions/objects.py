@@ -2,7 +2,7 @@
 
     0   8  magic
     8   1  major version     a reader refuses another major
-    9   1  minor version     a reader accepts a higher minor
+    9   1  minor version     the lowest that can read this object; a reader accepts a higher one
     10  2  kind, u16 LE      1 root, 2 turn, 3 page, 4 checkpoint
     12  4  header bytes, u32 LE
     16  .  header, JSON in UTF-8 with sorted keys: {"meta": {...}, "sections": [...]}
@@ -10,6 +10,7 @@
 
 A section is {"name", "dtype", "dims", "frames": [[codec, bytes], ...]} and may say "optional": true. Readers skip
 optional sections they do not know and refuse others. The object's name is the sha256 of all its bytes.
+Minor version 1 brought plain frames (codec.py); objects without one still say 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from k3_sessions.errors import Damaged, FormatUnsupported
 from k3_sessions.types import DTYPES, Array
 
 MAGIC = b"K3OBJ\r\n\x1a"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
+"""The newest format this code reads and writes."""
+Parts = list[bytes | memoryview]
 PREFIX = struct.Struct("<8sBBHI")
 
 SECTION_DTYPES: Mapping[str, np.dtype[Any]] = {**DTYPES, "uint32": np.dtype("<u4")}
@@ -67,7 +70,8 @@ class Section:
 
     def new(self) -> Array:
         """Uninitialised array for `read`. Raises codec.BadFrames for dims that its frames cannot fill."""
-        if math.prod(self.dims) > codec.FRAME_ITEMS * len(self.frames):
+        plain = any(number == codec.PLAIN for number, _ in self.frames)
+        if math.prod(self.dims) > (len(self.data) if plain else codec.FRAME_ITEMS * len(self.frames)):
             raise codec.BadFrames(f"{list(self.dims)} in {len(self.frames)} frames")
         return np.empty(self.dims, dtype=SECTION_DTYPES[self.dtype])
 
@@ -87,16 +91,21 @@ class Object:
     sections: Mapping[str, Section]
 
 
-def pack(kind: Kind, meta: Mapping[str, Any], arrays: Sequence[tuple[str, str, Array]], level: int) -> list[bytes]:
-    """Byte pieces of an object. `arrays`: (name, dtype, C-contiguous array) each. Equal input gives equal bytes."""
+def pack(kind: Kind, meta: Mapping[str, Any], arrays: Sequence[tuple[str, str, Array]], level: int) -> Parts:
+    """Byte pieces of an object. `arrays`: (name, dtype, C-contiguous array) each. Equal input gives equal bytes.
+
+    Pieces may be views of the arrays, which must stay unchanged until the pieces are written.
+    """
     sections: list[dict[str, Any]] = []
-    parts: list[bytes] = []
+    parts: Parts = []
+    minor = 0
     for name, dtype, array in arrays:
         table, data = codec.encode(array, level)
         sections.append({"name": name, "dtype": dtype, "dims": list(array.shape), "frames": table})
         parts += data
+        minor = max(minor, *(number == codec.PLAIN for number, _ in table), 0)
     header = orjson.dumps({"meta": meta, "sections": sections}, option=orjson.OPT_SORT_KEYS)
-    return [PREFIX.pack(MAGIC, MAJOR, MINOR, kind, len(header)), header, *parts]
+    return [PREFIX.pack(MAGIC, MAJOR, minor, kind, len(header)), header, *parts]
 
 
 def unpack(data: Any, kind: Kind, where: str, known: Sequence[str] | None = None) -> Object:
@@ -139,6 +148,12 @@ def unpack(data: Any, kind: Kind, where: str, known: Sequence[str] | None = None
                 raise FormatUnsupported(
                     f"{where} has a section {name} ({entry['dtype']}) this version does not know",
                     ", ".join(known or SECTION_DTYPES),
+                    "use the version of k3 that wrote it, or a newer one",
+                )
+            if minor > MINOR and any(number not in codec.CODECS for number, _ in frames):
+                raise FormatUnsupported(
+                    f"{where} has format {major}.{minor} and frames of a kind this version does not know",
+                    f"{MAJOR}.{MINOR}",
                     "use the version of k3 that wrote it, or a newer one",
                 )
             sections[name] = Section(name, entry["dtype"], dims, frames, body)

@@ -13,7 +13,7 @@ import orjson
 from k3_sessions import codec
 from k3_sessions.errors import Damaged, FormatUnsupported
 from k3_sessions.identity import identity_json, layout_from_json, layout_json
-from k3_sessions.objects import MAJOR, MINOR, Blob, Kind, Object, pack, unpack
+from k3_sessions.objects import MAJOR, Blob, Kind, Object, Parts, pack, unpack
 from k3_sessions.types import Array, Identity, StateLayout
 
 REPAIR = "run `k3 verify`, then `k3 repair`"
@@ -27,7 +27,7 @@ class Root:
     layout: StateLayout
     fixed: Mapping[str, Any]
 
-    def pack(self) -> list[bytes]:
+    def pack(self) -> Parts:
         meta = {"identity": identity_json(self.identity), "layout": layout_json(self.layout), "fixed": self.fixed}
         return pack(Kind.ROOT, meta, (), level=1)
 
@@ -63,7 +63,7 @@ class TurnRecord:
     def total(self) -> int:
         return self.start + len(self.tokens)
 
-    def pack(self, level: int) -> list[bytes]:
+    def pack(self, level: int) -> Parts:
         meta = {
             "parent": self.parent,
             "root": self.root,
@@ -117,9 +117,13 @@ class Ref:
         return seal({**body, "keep": [list(kept) for kept in self.keep], "k3": "ref"})
 
 
+SEALED_MINOR = 0
+"""Sealed lines have not changed since 1.0, and say so: the lowest version that can read them."""
+
+
 def seal(body: Mapping[str, Any]) -> bytes:
     """JSON line with version and checksum."""
-    return _sealed({**body, "version": f"{MAJOR}.{MINOR}"})
+    return _sealed({**body, "version": f"{MAJOR}.{SEALED_MINOR}"})
 
 
 def _sealed(plain: Mapping[str, Any]) -> bytes:

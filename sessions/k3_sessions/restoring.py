@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from k3_sessions.errors import BadDraft, Damaged, IdentityMismatch, SessionChang
 from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
 from k3_sessions.objects import Kind
 from k3_sessions.records import Page, Root, TurnRecord
+from k3_sessions.staging import Slots
 from k3_sessions.state_objects import (
     Group,
     fields_of,
@@ -26,6 +27,10 @@ from k3_sessions.types import DTYPES, HASH_BLOCK, Array, Identity, RestorePlan, 
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
+
+
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+"""Makes a C-contiguous array of a shape and dtype."""
 
 
 def check_root(root: Root, identity: Identity, layout: StateLayout, what: str) -> None:
@@ -111,7 +116,9 @@ class State:
         return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
 
 
-def restore(store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout) -> State:
+def restore(
+    store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout, allocate: Allocate = np.empty
+) -> State:
     """See Store.restore."""
     if plan.turn is None:
         return State(0, {}, {})
@@ -126,7 +133,7 @@ def restore(store: Store, plan: RestorePlan, identity: Identity, layout: StateLa
         digest = PrefixDigest(seed, store.catalog.tokens(path))
         pages = store.catalog.pages(path)
         try:
-            return _read(store, layout, seed, digest, turn, pages)
+            return _read(store, layout, seed, digest, turn, pages, allocate)
         except Damaged:
             # Missing objects are no damage if, meanwhile, the last session that kept them let go.
             if turn.id not in store.catalog.kept():
@@ -137,7 +144,13 @@ def restore(store: Store, plan: RestorePlan, identity: Identity, layout: StateLa
 
 
 def _read(
-    store: Store, layout: StateLayout, seed: bytes, digest: PrefixDigest, turn: TurnRecord, pages: Sequence[Page]
+    store: Store,
+    layout: StateLayout,
+    seed: bytes,
+    digest: PrefixDigest,
+    turn: TurnRecord,
+    pages: Sequence[Page],
+    allocate: Allocate,
 ) -> State:
     at = (turn.position, digest.at(turn.position))
     if at[1] != turn.prefix:
@@ -147,18 +160,17 @@ def _read(
         raise Damaged(
             f"turn {turn.id[:12]} has {len(turn.checkpoint)} checkpoint objects", str(len(groups)), object=turn.id
         )
-    checkpoint = {
-        f.name: np.empty((len(f.layers), *f.shape), dtype=DTYPES[f.dtype]) for f in fields_of(layout, "checkpoint")
-    }
+    checkpoint = {f.name: allocate((len(f.layers), *f.shape), DTYPES[f.dtype]) for f in fields_of(layout, "checkpoint")}
     blocks: dict[str, list[Array]] = {}
     for f in fields_of(layout, "page"):
         sizes = [min(HASH_BLOCK, turn.position - start) for start in range(0, turn.position, HASH_BLOCK)] or [0]
-        blocks[f.name] = [np.empty((len(f.layers), size, *f.shape), dtype=DTYPES[f.dtype]) for size in sizes]
+        blocks[f.name] = [allocate((len(f.layers), size, *f.shape), DTYPES[f.dtype]) for size in sizes]
+    slots = Slots(store.config.staging_bytes)
     jobs: list[Callable[[], None]] = [
-        partial(_read_group, store, layout, seed, at, group, (blob.id, blob.size), checkpoint)
+        partial(_read_group, store, slots, layout, seed, at, group, (blob.id, blob.size), checkpoint)
         for group, blob in zip(groups, turn.checkpoint, strict=True)
     ]
-    jobs += [partial(_read_page, store, layout, seed, digest, page, blocks) for page in pages]
+    jobs += [partial(_read_page, store, slots, layout, seed, digest, page, blocks) for page in pages]
     run_all(store, jobs)
     return State(turn.position, checkpoint, blocks)
 
@@ -180,6 +192,7 @@ def run_all(store: Store, jobs: Sequence[Callable[[], None]]) -> None:
 
 def _read_group(
     store: Store,
+    slots: Slots,
     layout: StateLayout,
     seed: bytes,
     at: tuple[int, str],
@@ -188,13 +201,16 @@ def _read_group(
     out: Mapping[str, Array],
 ) -> None:
     fields = fields_of(layout, "checkpoint")
-    found = open_state(store.blobs.get(*blob), blob[0], Kind.CHECKPOINT, fields, group_claims(group, seed, at))
-    for f in fields:
-        read_section(found, f, out[f.name][slice(*group.spans[f.name])], blob[0])
+    with slots.slot(blob[1]) as slot:
+        data = store.blobs.get(*blob, slot)
+        found = open_state(data, blob[0], Kind.CHECKPOINT, fields, group_claims(group, seed, at))
+        for f in fields:
+            read_section(found, f, out[f.name][slice(*group.spans[f.name])], blob[0])
 
 
 def _read_page(
     store: Store,
+    slots: Slots,
     layout: StateLayout,
     seed: bytes,
     digest: PrefixDigest,
@@ -204,13 +220,15 @@ def _read_page(
     fields = fields_of(layout, "page")
     number, offset = divmod(page.start, HASH_BLOCK)
     claims = page_claims(page, seed, digest.at(page.stop))
-    found = open_state(store.blobs.get(page.blob.id, page.blob.size), page.blob.id, Kind.PAGE, fields, claims)
-    for f in fields:
-        block = out[f.name][number]
-        rows = page.stop - page.start
-        if rows == block.shape[1]:
-            read_section(found, f, block, page.blob.id)
-            continue
-        part = np.empty((block.shape[0], rows, *block.shape[2:]), dtype=block.dtype)
-        read_section(found, f, part, page.blob.id)
-        block[:, offset : offset + rows] = part
+    with slots.slot(page.blob.size) as slot:
+        data = store.blobs.get(page.blob.id, page.blob.size, slot)
+        found = open_state(data, page.blob.id, Kind.PAGE, fields, claims)
+        for f in fields:
+            block = out[f.name][number]
+            rows = page.stop - page.start
+            if rows == block.shape[1]:
+                read_section(found, f, block, page.blob.id)
+                continue
+            part = np.empty((block.shape[0], rows, *block.shape[2:]), dtype=block.dtype)
+            read_section(found, f, part, page.blob.id)
+            block[:, offset : offset + rows] = part

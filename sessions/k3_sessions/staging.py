@@ -1,7 +1,8 @@
-"""State on its way to the disk: encoded, hashed and written by the store's workers, within a bound on memory."""
+"""State on its way to and from the disk, through the store's workers, within a bound on memory."""
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from k3_sessions.blobs import Batch
 from k3_sessions.errors import StoreError
-from k3_sessions.objects import Blob
+from k3_sessions.objects import Blob, Parts
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -35,6 +36,46 @@ class Staging:
             self._changed.notify_all()
 
 
+class Slot:
+    """Memory for one stored object at a time, then for the next: fresh pages for each cost more than reading it."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def view(self, size: int) -> memoryview:
+        """The first `size` bytes; what they held before is gone."""
+        if len(self._memory) < size:
+            pages = mmap.mmap(-1, -(-size // _HUGE) * _HUGE)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = memoryview(pages)
+        return self._memory[:size]
+
+
+_HUGE = 2 * 1024 * 1024
+
+
+class Slots:
+    """The slots of one restore or check. Bounds the stored bytes that are in memory beside the result."""
+
+    def __init__(self, limit: int) -> None:
+        self._staging = Staging(limit)
+        self._free: list[Slot] = []
+
+    @contextmanager
+    def slot(self, size: int) -> Iterator[Slot]:
+        """A slot for an object of `size` bytes."""
+        self._staging.take(size)
+        try:
+            slot = self._free.pop() if self._free else Slot()
+            try:
+                yield slot
+            finally:
+                self._free.append(slot)
+        finally:
+            self._staging.give(size)
+
+
 class Jobs:
     """Encoding, hashing and writing on the store's workers, within the staging bound. The first failure wins."""
 
@@ -44,9 +85,7 @@ class Jobs:
         self._futures: list[Future[tuple[Blob, int]]] = []
         self._stop = threading.Event()
 
-    def put(
-        self, size: int, make: Callable[[], list[bytes]], batch: Batch, taken: bool = False
-    ) -> Future[tuple[Blob, int]]:
+    def put(self, size: int, make: Callable[[], Parts], batch: Batch, taken: bool = False) -> Future[tuple[Blob, int]]:
         """Store the object `make` builds. `size`: raw bytes it stands for; `taken`: already counted as staged."""
         if not taken:
             self.staging.take(size)

@@ -11,7 +11,7 @@ import numpy as np
 from k3_sessions import codec
 from k3_sessions.blobs import path_of
 from k3_sessions.errors import BadDraft, Damaged
-from k3_sessions.objects import Kind, Object, pack, unpack
+from k3_sessions.objects import Kind, Object, Parts, pack, unpack
 from k3_sessions.records import REPAIR, Page
 from k3_sessions.types import DTYPES, Array, FieldSpec, StateLayout
 
@@ -82,7 +82,7 @@ def check_checkpoint(layout: StateLayout, arrays: Mapping[str, Array]) -> dict[s
 
 def pack_page(
     layout: StateLayout, arrays: Mapping[str, Array], seed: bytes, span: tuple[int, int], prefix: str, level: int
-) -> list[bytes]:
+) -> Parts:
     """Object of rows [start, stop); `prefix` digests all tokens before `stop`."""
     meta = {"identity": seed.hex(), "start": span[0], "stop": span[1], "prefix": prefix}
     listed = [(f.name, f.dtype, arrays[f.name]) for f in fields_of(layout, "page")]
@@ -91,7 +91,7 @@ def pack_page(
 
 def pack_group(
     layout: StateLayout, arrays: Mapping[str, Array], seed: bytes, group: Group, at: tuple[int, str], level: int
-) -> list[bytes]:
+) -> Parts:
     """Object of one group of the checkpoint at position `at[0]`, whose tokens `at[1]` digests."""
     spans = {name: list(span) for name, span in group.spans.items()}
     meta = {

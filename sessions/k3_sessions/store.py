@@ -223,13 +223,21 @@ class Store(Locks):
         """
         return restoring.plan(self, self._record(turn_id), identity, layout, upto)
 
-    def restore(self, plan: RestorePlan, identity: Identity, layout: StateLayout) -> RestoredState:
+    def restore(
+        self,
+        plan: RestorePlan,
+        identity: Identity,
+        layout: StateLayout,
+        *,
+        allocate: restoring.Allocate = np.empty,
+    ) -> RestoredState:
         """Read, hash and decompress everything `plan` names; nothing is returned unless all of it is right.
 
-        A plan without a turn gives a state at position 0 with no arrays: start from a new one.
+        A plan without a turn gives a state at position 0 with no arrays: start from a new one. `allocate` makes the
+        result's arrays, in pinned memory for a device copy, say; after a failure what they hold is worthless.
         Raises IdentityMismatch, Damaged (plan again: the object will be gone around), SessionChanged.
         """
-        return restoring.restore(self, plan, identity, layout)
+        return restoring.restore(self, plan, identity, layout, allocate)
 
     def find_prefix(self, identity: Identity, layout: StateLayout, ids: Sequence[int] | Array) -> RestorePlan | None:
         """The longest stored joint boundary whose tokens are exactly the first of `ids`, whoever stored it.

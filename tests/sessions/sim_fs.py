@@ -181,6 +181,11 @@ class SimFS:
             data = folder.entries[name].data
             return bytes(data[start:] if size is None else data[start : start + size])
 
+    def read_into(self, path: str, out: memoryview) -> int:
+        data = self.read(path, 0, len(out))
+        out[: len(data)] = data
+        return len(data)
+
     def names(self, path: str) -> list[str]:
         with self._mutex:
             self._alive()
