@@ -41,8 +41,8 @@ def choice(device: torch.device, K: int, V: int, dtype: torch.dtype) -> select.C
     """Which implementation runs these head dimensions and this activation type here, and why."""
     refusal = select.power_of_two(K=K, V=V)
     for name, size in (("K", K), ("V", V)):
-        if refusal is None and not 16 <= size <= 256:
-            refusal = f"{name} = {size}: the kernel takes 16 to 256"
+        if refusal is None and not 16 <= size <= 128:
+            refusal = f"{name} = {size}: the kernel takes 16 to 128"
     if refusal is None and dtype not in TYPES:
         refusal = f"{dtype}: the kernel takes bfloat16 and float32"
     return select.choose(device, refusal)

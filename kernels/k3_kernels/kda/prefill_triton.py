@@ -262,7 +262,7 @@ def prefill(
     segments: int = 0,
     **tuning: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`kda.prefill` for K and V powers of two, 16 to 256. segments: into how many a call is cut, 0 chooses."""
+    """`kda.prefill` for K and V powers of two, 16 to 128. segments: into how many a call is cut, 0 chooses."""
     T, H, K = q.shape
     V = v.shape[-1]
     kind = v.dtype
@@ -333,7 +333,7 @@ def _slab(
         _walk[((V + K) // BV, H, segments - 1)](
             *shared, start, affine, stop, first, n, each, H, v.stride(0), OUTPUT=False, **settings
         )
-        _join[(V // 16, H)](affine, start, segments, H, K=K, V=V, BV=16, num_warps=4)
+        _join[(V // 16, H)](affine, start, segments, H, K=K, V=V, BV=16, num_warps=8)
         state = start
     _walk[(V // BV, H, segments)](*shared, state, new, stop, first, n, each, H, v.stride(0), OUTPUT=True, **settings)
     return new

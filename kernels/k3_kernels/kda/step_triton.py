@@ -182,7 +182,7 @@ def step_kernel(
     for item in range(tl.program_id(0), layers * H, tl.num_programs(0)):
         layer = (item // H).to(tl.int64)
         h = item % H
-        state = recurrent + entry * state_slot + layer * state_layer + h * V * K + rows * K + channels
+        state = _spread(recurrent + entry * state_slot + layer * state_layer + h * V * K + rows * K + channels)
         held = tl.load(state)
         S = held.to(tl.float32)
 
@@ -234,22 +234,22 @@ def step_kernel(
             _keep(h, here, n, W, x, x_row, f, f_row, b, b_row, log_x_at, log_f_at, log_b_at, C, H, K, V)
 
         o_at = outputs + item * W * V
-        key = tl.load(lines + wide)
-        decay = tl.load(lines + K + wide)
+        key = tl.load(_spread(lines + wide))
+        decay = tl.load(_spread(lines + K + wide))
         for t in range(total):
             line = lines + t * LINE
             ahead = lines + tl.minimum(t + 1, total - 1) * LINE
-            next_key = tl.load(ahead + wide)
-            next_decay = tl.load(ahead + K + wide)
-            value = tl.load(line + 3 * K + tall)
+            next_key = tl.load(_spread(ahead + wide))
+            next_decay = tl.load(_spread(ahead + K + wide))
+            value = tl.load(_spread(line + 3 * K + tall))
             beta = tl.load(line + 3 * K + V)
             S *= decay
             u = (value - _over_k(S * key)) * beta
             S += u * key
             if t >= accepted:
-                q = tl.load(line + 2 * K + wide)
+                q = tl.load(_spread(line + 2 * K + wide))
                 o = _over_k(S * q)
-                tl.store(o_at + (t - accepted) * V + tall, o + kl * 0, mask=lane)
+                tl.store(_spread(o_at + (t - accepted) * V + tall), o + kl * 0, mask=lane)
             # What a stored state would hold: a bf16 state is rounded behind every row.
             held = S.to(recurrent.dtype.element_ty)
             S = held.to(tl.float32)
@@ -259,6 +259,17 @@ def step_kernel(
         tl.debug_barrier()
         if n > 0:
             _finish(h, here, n, W, o_at, gate, gate_row, norm, out, eps, H, V)
+
+
+@triton.jit
+def _spread(addresses):
+    """Addresses of a state tile with the order its dimensions are to be laid out in, the fastest with the largest number.
+
+    The compiler gives lanes to dimensions by how many neighbouring addresses they hold; among equals, versions differ.
+    Beyond the last dimension these numbers are no facts about addresses and are only compared with each other: vectors
+    are formed along the last one, where four addresses really are neighbours.
+    """
+    return tl.max_contiguous(addresses, [1, 1, 2, 4, 8, 16])
 
 
 @triton.jit

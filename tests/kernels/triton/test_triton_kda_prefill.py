@@ -136,4 +136,4 @@ def test_what_the_kernel_refuses_is_said():
     if CUDA:
         assert kda.prefill_choice(device, 128, 128, torch.bfloat16).kernel
         assert "K = 20" in kda.prefill_choice(device, 20, 16, torch.float32).reason
-        assert "16 to 256" in kda.prefill_choice(device, 8, 16, torch.float32).reason
+        assert "16 to 128" in kda.prefill_choice(device, 8, 16, torch.float32).reason
