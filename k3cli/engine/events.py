@@ -133,7 +133,8 @@ class Speculation(Event):
     window: most rows a step may have. steps, tokens: verify steps, and the tokens they evaluated. acceptance: for each
     place in a window, the share of drafts that were right, given those before them were. tested: how many that is of.
     rows: how many steps had 1, 2, ... rows. seconds: in `draft`, `verify` (drawing included) and `commit`. inputs: what
-    the number of rows is decided from: `step_ms` by rows, and the `hit_rates` of the drafter where it measures them.
+    the number of rows is decided from: `step_seconds` of one row; `cost` of 1, 2, ... rows in such steps, and which of
+    those were `timed` and not only assumed; the `hit_rates` of the drafter where it measures them.
     """
 
     type: ClassVar[str] = "speculation"

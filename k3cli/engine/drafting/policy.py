@@ -6,14 +6,16 @@ long context, on a CPU simply arithmetic), by how much depends on the machine: s
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
 SLOPE = 0.12
 """Cost of one more row, as a share of a step of one row, until it is measured."""
-SAMPLES = 15
-"""Steps of each row count that are remembered; their median is the cost."""
+BELIEF = 3
+"""Samples that the assumed or common slope counts for."""
+MEMORY = 30
+"""Steps of each row count that are remembered."""
+FOLLOW = 0.2
+"""How fast the cost of a step of one row follows what is seen."""
 GAIN = 1.03
 """A window must promise at least this many times the speed of plain decoding."""
 SHARE, FREE = 0.02, 1.5
@@ -38,52 +40,50 @@ def describe() -> list[tuple[str, str, str]]:
 
 
 class Costs:
-    """Seconds of a step by row count; one for a model, shared by everything that decodes with it."""
+    """What a step costs by row count; one for a model, shared by everything that decodes with it.
+
+    Two things are followed apart: the seconds of a step of one row, which change with the context and with whatever
+    else the machine does, and how many times that a step of n rows takes, which hardly changes. So a busy minute
+    doesn't make the row counts that were used in it look expensive.
+    """
 
     def __init__(self, window: int) -> None:
         """window: most rows of a step."""
         self.window = window
-        self._samples: list[deque[float]] = [deque(maxlen=SAMPLES) for _ in range(window + 1)]
+        self.seconds = 0.0
+        """Of a step of one row, now; 0 before the first step."""
+        self._ratio = [0.0] * (window + 1)
+        self._count = [0] * (window + 1)
         self._curve: list[float] | None = None
 
     def note(self, rows: int, seconds: float) -> None:
         """One step of 1 <= rows <= window."""
-        self._samples[rows].append(seconds)
+        if not self.seconds:
+            self.seconds = seconds / (1 + SLOPE * (rows - 1))
+        # What is far off is an interruption, which tells little.
+        ratio = min(max(seconds / self.seconds, 0.25), 2 * self.curve()[rows])
+        if rows > 1:
+            self._count[rows] = min(self._count[rows] + 1, MEMORY)
+            self._ratio[rows] += (ratio - self._ratio[rows]) / self._count[rows]
+        self.seconds *= 1 + FOLLOW * (ratio / self.curve()[rows] - 1)
         self._curve = None
 
     def measured(self) -> dict[int, float]:
-        """Median seconds by row count, where steps were timed."""
-        return {n: median(s) for n, s in enumerate(self._samples) if s}
+        """Steps of one row that a step takes, by the row counts that were timed."""
+        return {n: self._ratio[n] for n in range(2, self.window + 1) if self._count[n]}
 
     def curve(self) -> list[float]:
-        """Cost of 1 ... window rows (index 0 stands for none) in steps of one row: measured, interpolated, assumed."""
+        """Cost of 1 ... window rows (index 0 stands for none) in steps of one row; what was not measured, on a line."""
         if self._curve is None:
-            self._curve = self._fit()
+            # One slow step must not rule a row count out for good: few samples weigh little against the line.
+            slopes = [(BELIEF, SLOPE)] + [(self._count[n], (r - 1) / (n - 1)) for n, r in self.measured().items()]
+            slope = max(0.0, sum(w * b for w, b in slopes) / sum(w for w, _ in slopes))
+            self._curve = [0.0, 1.0]
+            for n in range(2, self.window + 1):
+                line, count = 1 + slope * (n - 1), self._count[n]
+                cost = (count * self._ratio[n] + BELIEF * line) / (count + BELIEF)
+                self._curve.append(max(cost, self._curve[-1]))  # more rows never cost less: what says so is noise
         return self._curve
-
-    def _fit(self) -> list[float]:
-        known = self.measured()
-        if 1 not in known:
-            if not known:
-                return [0.0] + [1 + SLOPE * (n - 1) for n in range(1, self.window + 1)]
-            first = min(known)
-            known[1] = known[first] / (1 + SLOPE * (first - 1))
-        one = known[1]
-        out, before = [0.0], 1
-        for n in range(1, self.window + 1):
-            if n in known:
-                # More rows never cost less: what says so is noise.
-                cost = max(known[n] / one, out[-1])
-                before = n
-            else:
-                later = next((m for m in range(n, self.window + 1) if m in known), None)
-                if later is None:
-                    cost = out[before] + SLOPE * (n - before)
-                else:
-                    rise = max(known[later] / one - out[before], 0.0)
-                    cost = out[before] + rise * (n - before) / (later - before)
-            out.append(cost)
-        return out
 
 
 class Acceptance:
@@ -147,8 +147,7 @@ class Policy:
 
         draft_seconds: what asking for the drafts took; it counts as a loss, too.
         """
-        one = self.costs.measured().get(1)
-        drafting = draft_seconds / one if one else 0.0
+        drafting = draft_seconds / self.costs.seconds
         self._plain += used
         self._lost += self.costs.curve()[rows] - used + drafting
         for place in range(1, tested + 1):

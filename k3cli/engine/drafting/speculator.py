@@ -114,9 +114,13 @@ class Speculator:
         return self.failure
 
     def describe(self) -> dict[str, Any]:
-        """What decisions are made from: cost of a step by rows in ms, as measured, and the drafter's own hit rates."""
-        measured = self.policy.costs.measured()
-        found: dict[str, Any] = {"step_ms": {str(n): round(s * 1e3, 3) for n, s in measured.items()}}
+        """What decisions are made from: cost of a step, by rows, and the hit rates of the drafter if it measures them."""
+        costs = self.policy.costs
+        found: dict[str, Any] = {
+            "step_seconds": round(costs.seconds, 6),
+            "cost": [round(cost, 3) for cost in costs.curve()[1:]],
+            "timed": sorted(costs.measured()),
+        }
         rates = getattr(self.drafter, "hit_rates", None)
         return found | ({} if rates is None else {"hit_rates": rates()})
 
