@@ -44,12 +44,15 @@ def restore_turn(
 ) -> Restored:
     """The state at the end of a turn, bit for bit as it was when the turn was saved.
 
-    Where its checkpoint is gone, a Notice tells the cost before the recorded steps since the nearest earlier joint
-    boundary are run again; with require_cached that is refused. Raises SessionError, DamagedError,
-    InterruptedWorkError and the store's errors.
+    Where its checkpoint was thinned, a Notice tells the cost before the recorded steps since the nearest earlier joint
+    boundary are run again; with require_cached that is refused. A checkpoint that should be there and is missing or
+    damaged is refused too, with that boundary offered. Raises SessionError, DamagedError, InterruptedWorkError and the
+    store's errors.
     """
     turn = store.turn(turn_id)
     plan = store.plan(turn_id, engine.identity, engine.layout)
+    if plan.damaged:
+        raise _with_offer(turn_id, plan, plan.damaged)
     if plan.boundary < plan.target and require_cached:
         raise SessionError(
             f"turn {turn_id[:12]} can't be restored without evaluating {plan.target - plan.boundary} old tokens again "
@@ -63,7 +66,8 @@ def restore_turn(
     try:
         restored = store.restore(plan, engine.identity, engine.layout)
     except Damaged as error:
-        raise _with_offer(engine, store, turn_id, plan, error) from error
+        again = store.plan(turn_id, engine.identity, engine.layout)
+        raise _with_offer(turn_id, again, error.found) from error
     timeline = engine.restored_timeline(restored, [int(i) for i in store.tokens(turn_id)])
     if plan.boundary < plan.target:
         emit(
@@ -88,13 +92,12 @@ def follow(timeline: Timeline, schedule: Schedule, emit: Emit, cancel: Cancel) -
         )
 
 
-def _with_offer(engine: Engine, store: Any, turn_id: str, plan: RestorePlan, error: Damaged) -> DamagedError:
-    """The damage, with the nearest good boundary and its cost: the store goes around what failed a read."""
-    again = store.plan(turn_id, engine.identity, engine.layout)
-    cost = again.target - again.boundary
-    where = f"the joint boundary at {again.boundary}" if again.boundary else "the beginning"
+def _with_offer(turn_id: str, plan: RestorePlan, what: str) -> DamagedError:
+    """The damage, with the nearest good boundary and its cost: `plan` goes around what is damaged."""
+    where = f"the joint boundary at {plan.boundary}" if plan.boundary else "the beginning"
     return DamagedError(
-        f"the state of turn {turn_id[:12]} can't be restored: {error.found}",
-        error.expected,
-        f"`k3 repair` sets what is damaged aside; the turn then resumes from {where}, evaluating {cost} tokens again",
+        f"the state of turn {turn_id[:12]} can't be restored: {what}",
+        "the bytes that were written",
+        f"`k3 repair` sets what is damaged aside; the turn then resumes from {where}, evaluating "
+        f"{plan.target - plan.boundary} tokens again",
     )

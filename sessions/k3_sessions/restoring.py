@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from k3_sessions.blobs import path_of
 from k3_sessions.errors import BadDraft, Damaged, IdentityMismatch, SessionChanged
 from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
 from k3_sessions.objects import Kind
@@ -55,6 +56,7 @@ def plan(store: Store, turn: TurnRecord, identity: Identity, layout: StateLayout
     tokens = store.catalog.tokens(path)
     kept = store.catalog.kept()
     reasons: list[str] = []
+    damaged = ""
     for number in range(len(path) - 1, -1, -1):
         candidate = path[number]
         if candidate.position > target or not candidate.checkpoint:
@@ -68,6 +70,7 @@ def plan(store: Store, turn: TurnRecord, identity: Identity, layout: StateLayout
         wrong = next(((blob, what) for blob in blobs if (what := store.blobs.check(blob))), None)
         if wrong is not None:
             reasons.append(f"object {wrong[0].id[:12]} of the checkpoint at {candidate.position} {wrong[1]}")
+            damaged = damaged or f"{path_of(wrong[0].id)} {wrong[1]}"
             continue
         return RestorePlan(
             turn=candidate.id,
@@ -77,8 +80,10 @@ def plan(store: Store, turn: TurnRecord, identity: Identity, layout: StateLayout
             read_bytes=sum(blob.size for blob in blobs),
             reason=_reason(candidate.position, target, reasons),
             matched=target,
+            damaged=damaged,
         )
-    return RestorePlan(None, 0, target, tuple(tokens[:target].tolist()), 0, _reason(0, target, reasons), target)
+    replay = tuple(tokens[:target].tolist())
+    return RestorePlan(None, 0, target, replay, 0, _reason(0, target, reasons), target, damaged)
 
 
 def _reason(boundary: int, target: int, reasons: list[str]) -> str:

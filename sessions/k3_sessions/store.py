@@ -218,7 +218,8 @@ class Store(Locks):
     def plan(self, turn_id: str, identity: Identity, layout: StateLayout, *, upto: int | None = None) -> RestorePlan:
         """How to reach position `upto` (default: all this turn evaluated) of the branch that ends in `turn_id`.
 
-        Reads no state; objects that are missing, of the wrong size, or that failed a read before are gone around.
+        Reads no state; objects that are missing, of the wrong size, or that failed a read before are gone around, and
+        `damaged` tells of them.
         Raises IdentityMismatch, Damaged (the turns themselves), BadDraft (`upto` outside the turn's history).
         """
         return restoring.plan(self, self._record(turn_id), identity, layout, upto)

@@ -188,6 +188,8 @@ class RestorePlan:
     turns' meta. reused = boundary, replayed = len(replay).
     read_bytes: stored bytes that `restore` will read.
     reason: one line when boundary < target ("checkpoint thinned", "object damaged: ..."), else "".
+    damaged: what is wrong with the newest boundary up to `target` that a session keeps, where that is why an earlier
+    one was chosen; "" if none was passed over. Thinning and eviction are no damage.
     matched: for `find_prefix`, how many leading ids equal stored ones in whole hash blocks; it may exceed `boundary`
     when no checkpoint exists further on. Else equal to target.
     """
@@ -199,3 +201,4 @@ class RestorePlan:
     read_bytes: int
     reason: str = ""
     matched: int = 0
+    damaged: str = ""

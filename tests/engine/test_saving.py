@@ -13,7 +13,7 @@ from k3_sessions.store import Store
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
 from k3cli.engine.replay import replay
-from k3cli.errors import SessionError
+from k3cli.errors import DamagedError, SessionError
 
 SYSTEM = "You are a careful helper. " * 60  # three hash blocks of bytes
 
@@ -227,7 +227,8 @@ def test_damaged_shared_state_costs_a_prefill_and_says_so(make_fake_engine, stor
         assert of(events, ev.Saved)[0].reused == 0
 
 
-def test_a_damaged_turn_is_refused_with_the_cost_of_the_next_best(make_fake_engine, store, talk, tmp_path) -> None:
+@pytest.mark.parametrize("how", ["byte", "cut", "missing", "link", "directory"])
+def test_a_damaged_turn_is_refused_with_the_cost_of_the_next_best(make_fake_engine, store, talk, tmp_path, how) -> None:
     engine = make_fake_engine()
     with Conversation.open(engine, store, "a", mode="create") as conversation:
         for text in ("One", "Two", "Three"):
@@ -236,9 +237,29 @@ def test_a_damaged_turn_is_refused_with_the_cost_of_the_next_best(make_fake_engi
     for blob in store.catalog.turn(log[2].id).checkpoint:
         path = tmp_path / "store" / "objects" / blob.id[:2] / blob.id[2:]
         data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        path.unlink()
+        if how == "byte":
+            data[-1] ^= 1
+            path.write_bytes(data)
+        elif how == "cut":
+            path.write_bytes(data[:-1])
+        elif how == "link":
+            (tmp_path / "elsewhere").write_bytes(data)
+            path.symlink_to(tmp_path / "elsewhere")
+        elif how == "directory":
+            path.mkdir()
     cost = log[2].position - log[1].position
-    with pytest.raises(Exception, match=rf"joint boundary at {log[1].position}, evaluating {cost} tokens again"):
-        Conversation.open(make_fake_engine(), store, "a", mode="resume")
+    offer = rf"joint boundary at {log[1].position}, evaluating {cost} tokens again"
+    before = sorted(path for path in (tmp_path / "store").rglob("*") if "locks" not in path.parts)
+    for _ in range(2):
+        with pytest.raises(DamagedError, match=offer):
+            Conversation.open(make_fake_engine(), store, "a", mode="resume")
+    assert sorted(path for path in (tmp_path / "store").rglob("*") if "locks" not in path.parts) == before
     Conversation.open(make_fake_engine(), store, "a", mode="ephemeral", at=log[1].id).close()
+    # After the repair it is as if that checkpoint had been thinned.
+    (repaired,) = store.repair().sessions
+    assert (repaired.lost_checkpoints, repaired.boundary) == ((log[2].position,), log[1].position)
+    events: list[ev.Event] = []
+    Conversation.open(make_fake_engine(), store, "a", mode="resume", emit=events.append).close()
+    assert "replaying" in [notice.code for notice in of(events, ev.Notice)]
+    assert store.verify().problems == ()

@@ -208,6 +208,12 @@ def test_after_damage_the_nearest_good_boundary_is_offered_with_its_cost(copy):
     plan = store.plan(turns[-1].id, IDENTITY, LAYOUT)
     assert (plan.boundary, len(plan.replay)) == (turns[1].position, turns[2].position - turns[1].position)
     assert bad[:12] in plan.reason
+    assert plan.damaged == f"{path_of(bad)} does not match its hash"
+    assert not store.plan(turns[1].id, IDENTITY, LAYOUT).damaged
+    # As soon as nobody keeps that checkpoint, going around it is no news of damage any more.
+    store.repair()
+    plan = store.plan(turns[-1].id, IDENTITY, LAYOUT)
+    assert (plan.boundary, plan.damaged) == (turns[1].position, "")
     check(store.restore(plan, IDENTITY, LAYOUT), tokens)
 
 
