@@ -137,16 +137,10 @@ def keep_mask(logits: Tensor, sampling: Sampling) -> Tensor | None:
 def scores(logits: Tensor, position: int, sampling: Sampling) -> Tensor:
     """Perturbed scores of one row: float64 [V] whose argmax is the drawn id.
 
-    logits: [V]. At temperature 0 these are the logits; else logits / temperature + noise, -inf where filtered.
-    sampling.seed must be set. Raises K3Error when the logits are not finite.
+    logits: [V], finite. At temperature 0 these are the logits; else logits / temperature + noise, -inf where filtered.
+    sampling.seed must be set.
     """
     row = logits.to(torch.float64)
-    if not bool(torch.isfinite(row).all()):
-        raise K3Error(
-            f"the model produced non-finite logits for position {position}",
-            "finite numbers",
-            "try --dtype float32, and check the model with k3 doctor",
-        )
     if sampling.temperature == 0:
         return row
     assert sampling.seed is not None, "the caller resolves the seed"
@@ -160,14 +154,26 @@ def draw(logits: Tensor, positions: Sequence[int], sampling: Sampling) -> list[i
     """The ids drawn from rows of logits.
 
     logits: [n, V]. positions: n absolute positions, the index each drawn id will have in the token list.
-    Row i depends on logits[i], positions[i] and `sampling` alone.
+    Row i depends on logits[i], positions[i] and `sampling` alone. One transfer from the device, whatever n.
+    Raises K3Error when the logits are not finite.
     """
     if logits.shape[0] != len(positions):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(positions)} positions")
-    return [
-        int(torch.argmax(scores(row, position, sampling)))
-        for row, position in zip(logits.unbind(0), positions, strict=True)
+    if not positions:
+        return []
+    drawn = [
+        torch.argmax(scores(row, position, sampling)) for row, position in zip(logits.unbind(0), positions, strict=True)
     ]
+    finite = torch.isfinite(logits).all(-1)
+    found: list[list[int]] = torch.stack((torch.stack(drawn), finite.long())).tolist()
+    for position, fine in zip(positions, found[1], strict=True):
+        if not fine:
+            raise K3Error(
+                f"the model produced non-finite logits for position {position}",
+                "finite numbers",
+                "try --dtype float32, and check the model with k3 doctor",
+            )
+    return found[0]
 
 
 def margin(logits: Tensor, position: int, sampling: Sampling) -> float:

@@ -235,7 +235,7 @@ class Timeline:
         self._usable()
         self._torn = f"a decode step at position {self.position} was interrupted"
         began = time.perf_counter()
-        logits, log = self.model.verify(torch.tensor(ids, dtype=torch.long, device=self.device), self._state)
+        logits, log = self.model.verify(torch.tensor(ids, dtype=torch.long), self._state)
         self._torn = ""
         return Window(ids, self.position, logits, log, draft_seconds, time.perf_counter() - began)
 
@@ -281,7 +281,7 @@ class Timeline:
         return logits[:n]
 
     def _ids(self, n: int) -> Tensor:
-        return torch.tensor(self.tokens[self.position : self.position + n], dtype=torch.long, device=self.device)
+        return torch.tensor(self.tokens[self.position : self.position + n], dtype=torch.long)
 
     @contextmanager
     def _step(self, kind: str, n: int) -> Iterator[None]:

@@ -145,8 +145,8 @@ class K3Model:
     def commit(self, state: State, log: WindowLog, n: int) -> None:
         """Accepts the first n rows of a log, 0 <= n <= log.rows: of the state that was verified, or of a fork of it.
 
-        Afterwards the state is bit for bit that of decoding these n tokens one by one. The log must be of the last
-        window verified. The rows are replayed when the state is next needed, as part of its next step if it can be.
+        Afterwards the state is bit for bit that of decoding these n tokens one by one. Its state must not have been
+        verified again. The rows are replayed when the state is next needed, as part of its next step if it can be.
         """
         assert log.position == state.position, (log.position, state.position)
         assert 0 <= n <= log.rows, (n, log.rows)
@@ -188,28 +188,27 @@ class K3Model:
         slab = torch.empty(count + 1, *x.shape, dtype=x.dtype, device=x.device)
         slab[0] = x
         top = 0
+        more: Tensor | None = None  # what the last sublayer adds to the prefix, added by the mix behind it
         for i, layer in enumerate(self.weights.layers):
             assert layer.attn_mix is not None
             assert layer.mlp_mix is not None
             with _marked("mix"):
                 if top:
-                    h = attnres.mix_norm(slab[: top + 1], layer.attn_mix.query, layer.attn_norm, eps, eps)
+                    h = attnres.mix_norm(slab[: top + 1], layer.attn_mix.query, layer.attn_norm, eps, eps, more)
                 else:
                     h = rms_norm(slab[0], layer.attn_norm, eps)
             fresh = i % block == 0
             if fresh:  # the raw prefix becomes a snapshot and a new prefix starts from nothing
                 top += 1
-            out = self._attention(i, h, now)
-            if fresh:
-                slab[top] = out
-            else:
-                slab[top] += out
+            more = self._attention(i, h, now)
             with _marked("mix"):
-                h = attnres.mix_norm(slab[: top + 1], layer.mlp_mix.query, layer.mlp_norm, eps, eps)
-            slab[top] += self._mlp(i, h, now)
+                if fresh:
+                    slab[top], more = more, None
+                h = attnres.mix_norm(slab[: top + 1], layer.mlp_mix.query, layer.mlp_norm, eps, eps, more)
+            more = self._mlp(i, h, now)
         assert self.weights.mix is not None
         with _marked("mix"):
-            return attnres.mix_norm(slab[: top + 1], self.weights.mix.query, self.weights.norm, eps, eps)
+            return attnres.mix_norm(slab[: top + 1], self.weights.mix.query, self.weights.norm, eps, eps, more)
 
     def _attention(self, index: int, x: Tensor, now: Pass) -> Tensor:
         weights, place = self.weights.layers[index].attention, self._place[index]

@@ -21,14 +21,18 @@ from k3cli.model.pool import Pool
 from k3cli.model.state import State
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WindowLog:
-    """What `verify` leaves for `commit`: whose window it is, and which; good until the next step or settle."""
+    """What `verify` leaves for `commit`: whose window it is. Good until the next step of the same state.
+
+    used: its state has taken rows of it. kept: a copy of its rows, made when another state was verified in between.
+    """
 
     state: State
     position: int
     rows: int
-    serial: int
+    used: bool = False
+    kept: StepLog | None = None
 
 
 class Stepper:
@@ -63,7 +67,7 @@ class Stepper:
         self._log = StepLog.empty(n_kda, window, heads, K, V, pool.conv.dtype, device)
         self._active: weakref.ref[State] | None = None
         self._tabled: tuple[weakref.ref[State], int] | None = None
-        self._serial = 0
+        self._last: weakref.ref[WindowLog] | None = None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._warm: set[int] = set()
         self._graph_pool: Any = None
@@ -89,7 +93,8 @@ class Stepper:
         state.torn = True
         logits = self._run(n)
         state.torn, state.accepted = False, 0
-        self._serial += 1
+        log = WindowLog(state, start, n)
+        self._last = weakref.ref(log)
         first = start % W
         if first + n > W:
             rows = torch.cat((logits[first:], logits[: first + n - W]))
@@ -97,43 +102,52 @@ class Stepper:
             rows = logits[first : first + n]
             if n in self._graphs:  # the recorded step writes its logits to the same place every time
                 rows = rows.clone()
-        return rows, WindowLog(state, start, n, self._serial)
+        return rows, log
 
     def commit(self, state: State, log: WindowLog, n: int) -> None:
         """See `K3Model.commit`."""
-        assert log.serial == self._serial, "another window was verified since"
-        if log.state is state:
+        latest = self._last is not None and self._last() is log
+        assert latest or log.kept is not None, "its state was verified again since"
+        if log.state is state and latest and log.kept is None:
             state.accepted = n
-        else:  # a fork takes what its twin has computed
-            pool = self._pool
-            state.reserve(n)
-            state.own_slot()
-            for p in range(log.position, log.position + n):
-                index, row = divmod(p, state.page)
-                pool.copy_rows(log.state.pages[index], state.pages[index], row, row + 1)
-            self._replay(log.position + n, n, state)
+        else:
+            if log.state is not state:  # a fork takes what its twin has computed
+                self._copy_latents(log, state, n)
+            self._replay(log.position + n, n, state, log.kept or self._log)
+        log.used = log.used or log.state is state
         state.position += n
+
+    def _copy_latents(self, log: WindowLog, state: State, n: int) -> None:
+        state.reserve(n)
+        for p in range(log.position, log.position + n):
+            index, row = divmod(p, state.page)
+            self._pool.copy_rows(log.state.pages[index], state.pages[index], row, row + 1)
 
     def settle(self, state: State) -> None:
         """Replays the accepted rows of the state the log belongs to."""
         assert self._active is not None
         assert self._active() is state
-        self._replay(state.position, state.accepted, state)
+        self._replay(state.position, state.accepted, state, self._log)
 
     def _activate(self, state: State) -> None:
+        """Makes the log this state's: what it still holds of another one is replayed, or kept for its `commit`."""
         before = None if self._active is None else self._active()
-        if before is not state:
-            if before is not None and not before.torn:
-                before.settle()
-            assert state.accepted == 0
-            self._active = weakref.ref(state)
+        if before is state:
+            return
+        log = None if self._last is None else self._last()
+        if before is not None and not before.torn:
+            before.settle()
+            if log is not None and not log.used:
+                log.kept = StepLog(*(part.clone() for part in self._log))
+        assert state.accepted == 0
+        self._active = weakref.ref(state)
 
-    def _replay(self, position: int, rows: int, state: State) -> None:
+    def _replay(self, position: int, rows: int, state: State, log: StepLog) -> None:
         if self._stack is None or rows == 0:
             return
         state.own_slot()
         cursor = torch.tensor([position, rows, state.slot, 0], dtype=torch.int64, device=self.table.device)
-        kda.commit(self._pool.recurrent, self._pool.conv, self._log, self._stack, cursor)
+        kda.commit(self._pool.recurrent, self._pool.conv, log, self._stack, cursor)
 
     def _set(self, ids: Tensor, start: int, state: State) -> None:
         W, n = self._window, ids.numel()

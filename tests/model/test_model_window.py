@@ -144,3 +144,29 @@ def test_a_failing_prefill_leaves_the_state(model: K3Model):
     with pytest.raises(IndexError):
         model.prefill(torch.tensor([1, model.config.vocab]), state)
     assert same_state(state, before)
+
+
+def test_windows_of_two_states_may_lie_over_each_other(model: K3Model):
+    """A window stays good for its commit while another state is verified, forked and prefilled in between."""
+    left, right = model.new_state(), model.new_state()
+    model.prefill(ids_of(model, 30, 20), left)
+    model.prefill(ids_of(model, 40, 21), right)
+    plain = {"left": left.fork(), "right": right.fork()}
+    draft = {"left": ids_of(model, 60, 22), "right": ids_of(model, 60, 23)}
+    expected = {name: decode(model, draft[name], state) for name, state in plain.items()}
+    dice, done, size = random.Random(5), 0, model.window
+    while done + size < 60:
+        n = dice.randint(1, size)
+        keep = dice.randint(1, n)
+        logs = {}
+        for name, state in (("left", left), ("right", right)):
+            rows, logs[name] = model.verify(draft[name][done : done + n], state)
+            assert torch.equal(rows, expected[name][done : done + n])
+        twin = left.fork()
+        model.prefill(ids_of(model, 3, 24), twin)
+        for name, state in dice.sample((("left", left), ("right", right)), 2):
+            model.commit(state, logs[name], keep)
+        done += keep
+    for name, state in (("left", left), ("right", right)):
+        decode(model, draft[name][done:], state)
+        assert same_state(state, plain[name])
