@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from k3cli.commands.failures import as_k3_error
 from k3cli.commands.inputs import bind_tool_results, parse_tool_results
 from k3cli.commands.names import short_id
 from k3cli.commands.output import Printer
-from k3cli.commands.signals import prompt_signals
-from k3cli.commands.turns import refuse_unsaved, run_turn, show
+from k3cli.commands.signals import EndRun, exit_on_signals, ignore_signals, prompt_signals
+from k3cli.commands.turns import refuse_unsaved, run_turn, settle, show
 from k3cli.errors import Exit, K3Error, UsageError
 
 if TYPE_CHECKING:
@@ -29,9 +30,10 @@ HELP = {
     "/result TEXT": "answer the open tool call (with several open: JSON, as for --tool-result)",
     "/info": "the session: tokens, turn, model",
     "/save": "save again after a failed save",
-    "/quit": "leave (Ctrl-D too); every finished turn is already saved",
+    "/quit": "leave (Ctrl-D too), once the last turn is on disk",
 }
 KEYS = "Enter sends; Alt-Enter or a final \\ begins a new line; // sends a line that starts with /"
+LOOK_SECONDS = 0.05
 _COMMAND = re.compile(r"/([a-z]*)(?:\s+(.*))?\s*", re.DOTALL)
 
 
@@ -76,7 +78,7 @@ class Repl:
 
     def _turn(self, messages: list[dict[str, Any]]) -> Exit:
         self._warned = False
-        code = run_turn(self.conversation, messages, self.printer, self.sampling)
+        code = run_turn(self.conversation, messages, self.printer, self.sampling, wait=False)
         calls = self.conversation.open_calls()
         if calls and code == Exit.OK:
             names = ", ".join(f"{call['name']} (id {call['id']})" for call in calls)
@@ -104,6 +106,7 @@ class Repl:
         self.printer.notice(KEYS)
 
     def _fork(self, argument: str) -> None:
+        settle(self.conversation, self.printer)
         old = self.conversation
         new = old.fork(argument or self.fresh_name())
         self.conversation = new
@@ -111,6 +114,7 @@ class Repl:
         self.printer.notice(f"now in {new.name}; {old.name} stays as it was")
 
     def _undo(self, _argument: str) -> None:
+        settle(self.conversation, self.printer)
         turn = self.conversation.undo(emit=lambda event: show(event, self.printer))
         where = f"turn {short_id(turn)}" if turn else "the beginning"
         self.printer.notice(f"took back the last turn; the next one goes on from {where}")
@@ -120,12 +124,14 @@ class Repl:
             self.printer.notice(f"{key}: {value}")
 
     def _save(self, _argument: str) -> None:
+        settle(self.conversation, self.printer)
         if not self.conversation.queued:
             self.printer.notice("nothing to save: every turn is on disk")
         for event in self.conversation.save():
             show(event, self.printer)
 
     def _quit(self, _argument: str) -> None:
+        settle(self.conversation, self.printer)
         if self.conversation.queued and not self._warned:
             self._warned = True
             self.printer.notice(
@@ -133,6 +139,23 @@ class Repl:
             )
             return
         self.leaving = True
+
+    def tell(self) -> None:
+        """Print how saves ended that nobody waited for."""
+        for event in self.conversation.settle(0):
+            show(event, self.printer)
+
+    async def tell_when_saved(self) -> None:
+        """While the user reads or types: print above the prompt, once the turn is durable or refused."""
+        from prompt_toolkit.application import get_app, run_in_terminal
+
+        while self.conversation.saving:
+            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            await run_in_terminal(self.tell)
+        except Exception as problem:  # ends the prompt, too, instead of being printed by the event loop
+            if not get_app().is_done:
+                get_app().exit(exception=problem)
 
 
 def repl(
@@ -150,16 +173,43 @@ def repl(
                     code = _step(chat, asking)
                 except KeyboardInterrupt:
                     continue
+    except Exception:
+        _leave(chat, printer)
+        raise
+    except BaseException:
+        _leave(chat, printer)
         refuse_unsaved(chat.conversation)
-        return code
+        ignore_signals()
+        raise
+    _leave(chat, printer)
+    refuse_unsaved(chat.conversation)
+    return code
+
+
+def _leave(chat: Repl, printer: Printer) -> None:
+    """Close the conversation once every turn is on disk or refused; a signal cuts the wait."""
+    exit_on_signals()  # again, where one signal is why we leave: the wait must have a way out
+    wait = True
+    try:
+        settle(chat.conversation, printer)
+    except (EndRun, KeyboardInterrupt):
+        wait = False
+        raise
     finally:
-        chat.conversation.close()
+        chat.conversation.close(wait=wait)
 
 
 def _step(chat: Repl, asking: PromptSession[str]) -> Exit:
-    """Ask once, answer once."""
+    """Ask once, answer once. Meanwhile a line says when the turn before is durable."""
+    saving = chat.conversation.saving
+    chat.tell()
+
+    def watch() -> None:
+        if saving:
+            asking.app.create_background_task(chat.tell_when_saved())
+
     try:
-        text = asking.prompt("k3> ")
+        text = asking.prompt("k3> ", pre_run=watch)
     except EOFError:
         text = "/quit"
     return chat.handle(text.rstrip()) if text.strip() else Exit.OK

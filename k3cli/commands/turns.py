@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from k3cli.engine.conversation import Conversation
     from k3cli.engine.sampling import Sampling
 
+PATIENCE = 0.3
+"""Seconds that a save may take before a line says that it is waited for."""
+
 
 def show(event: ev.Event, printer: Printer) -> None:
     """One event: as NDJSON, or for people (answer on stdout, the rest on stderr)."""
@@ -39,6 +42,9 @@ def show(event: ev.Event, printer: Printer) -> None:
     elif isinstance(event, ev.Stopped) and event.reason in ("length", "cancelled"):
         why = {"length": "the answer reached its length limit", "cancelled": "the answer was stopped"}
         printer.notice(f"{why[event.reason]} after {event.generated:,} tokens")
+    elif isinstance(event, ev.Speculation) and event.drafter != "off" and event.steps:
+        printer.end()
+        printer.notice(_speculation(event))
     elif isinstance(event, (ev.Saved, ev.NotSaved)):
         printer.end()
         printer.notice(_saved(event))
@@ -53,9 +59,11 @@ def run_turn(
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: str | None = None,
     response_format: Mapping[str, Any] | None = None,
+    wait: bool = True,
 ) -> Exit:
     """One turn, printed as it comes. Ctrl-C, SIGTERM and a closed stdout stop the answer; the turn is saved.
 
+    wait: until it is durable or refused; else the save goes on when the answer has ended, and `settle` tells the rest.
     Returns the exit code: OK, or the code of what stopped the answer.
     """
     with cancel_on_signals() as cancel:
@@ -66,6 +74,7 @@ def run_turn(
             tool_choice=tool_choice,
             response_format=response_format,
             cancel=cancel.is_set,
+            wait=wait,
         )
         code = drain(events, printer, cancel)
     printer.end()
@@ -93,6 +102,19 @@ def drain(events: Iterable[ev.Event], printer: Printer, cancel: Cancel) -> Exit:
     if failure is not None:
         raise failure
     return cancel.code
+
+
+def settle(conversation: Conversation, printer: Printer) -> None:
+    """Wait until every turn is durable or refused, and print which; a line says so when that takes a while.
+
+    A signal cuts the wait short, by the exception that it raises where this is called.
+    """
+    for event in conversation.settle(PATIENCE):
+        show(event, printer)
+    if conversation.saving:
+        printer.notice("waiting until the last turn is on disk (Ctrl-C does not wait)")
+        for event in conversation.settle():
+            show(event, printer)
 
 
 def refuse_unsaved(conversation: Conversation) -> None:
@@ -128,6 +150,16 @@ def _opened(event: ev.SessionOpened) -> str:
         f"{what}{at}: {event.tokens:,} tokens, reused {event.reused:,}, replayed {event.replayed:,}, "
         f"pending {event.pending:,}"
     )
+
+
+def _speculation(event: ev.Speculation) -> str:
+    seconds = ", ".join(f"{name} {value:.2f} s" for name, value in event.seconds.items())
+    head = f"drafts {event.drafter}: {event.tokens_per_step:.2f} tokens a step, {event.steps:,} steps"
+    if not event.acceptance:
+        return f"{head}, nothing to draft; {seconds}"
+    shares = " ".join(f"{100 * share:.0f}" for share in event.acceptance)
+    largest = max(number for number, count in enumerate(event.rows, 1) if count)
+    return f"{head} of up to {largest} tokens (at most {event.window}), accepted by place {shares} %; {seconds}"
 
 
 def _saved(event: ev.Saved | ev.NotSaved) -> str:

@@ -6,9 +6,13 @@ import importlib.util
 import io
 import json
 import os
+import pty
+import re
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,3 +127,78 @@ def spawn(process_env: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+class TerminalSession:
+    """`k3` at the other end of a pseudo-terminal."""
+
+    def __init__(self, args: list[str], env: dict[str, str]) -> None:
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.execve(sys.executable, [sys.executable, *args], {**env, "TERM": "xterm"})
+        self.seen = ""
+
+    def expect(self, pattern: str, timeout: float = 60) -> str:
+        """Read until a pattern appears in what is new; returns the new text."""
+        end = time.monotonic() + timeout
+        while not re.search(pattern, self.seen):
+            ready, _, _ = select.select([self.fd], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{pattern!r} did not come; got {self.seen[-2000:]!r}"
+            try:
+                data = os.read(self.fd, 65536)
+            except OSError:
+                data = b""
+            assert data, f"{pattern!r} did not come before the end; got {self.seen[-2000:]!r}"
+            self.seen += data.decode(errors="replace")
+            if "\x1b[6n" in self.seen:  # prompt_toolkit asks where the cursor is; a terminal answers
+                self.seen = self.seen.replace("\x1b[6n", "")
+                os.write(self.fd, b"\x1b[1;1R")
+        found = self.seen
+        self.seen = ""
+        return found
+
+    def send(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def close(self) -> int:
+        """Read to the end and return the exit code."""
+        try:
+            while select.select([self.fd], [], [], 60)[0] and os.read(self.fd, 65536):
+                pass
+        except OSError:
+            pass  # how Linux says that the other end is closed
+        return self.wait()
+
+    def hang_up(self) -> int:
+        """The terminal goes away; returns the exit code."""
+        os.close(self.fd)
+        self.fd = -1
+        return self.wait()
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def end(self) -> None:
+        """Whatever it does, it stops."""
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+@pytest.fixture
+def terminal(process_env: dict[str, str], scripted: ModuleType) -> Iterator[Callable[..., TerminalSession]]:
+    """Start `k3` with the scripted model on a pseudo-terminal."""
+    made: list[TerminalSession] = []
+
+    def start(*args: str, env: dict[str, str] | None = None) -> TerminalSession:
+        assert scripted.__file__ is not None
+        made.append(TerminalSession([scripted.__file__, *args], {**process_env, **(env or {})}))
+        return made[-1]
+
+    yield start
+    for session in made:
+        session.end()

@@ -8,6 +8,7 @@ function of the ids before it alone, kept in the state itself, so that resume, f
 from __future__ import annotations
 
 import base64
+import os
 import sys
 import tempfile
 import time
@@ -177,8 +178,23 @@ def load(model_ref: str, *, weights: str = WEIGHTS, limit: int = 8192, **_option
     )
 
 
+def slow_disk(seconds: float) -> None:
+    """Every sync of a file of the store takes this much longer from here on."""
+    from k3_sessions.fs import RealFS
+
+    sync = RealFS.sync
+
+    def slowly(self: RealFS, handle: Any) -> None:
+        time.sleep(seconds)
+        sync(self, handle)
+
+    RealFS.sync = slowly  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     from k3cli.commands import runtime
+
+    slow_disk(float(os.environ.get("SLOW_DISK", "0")))
 
     Engine.load = staticmethod(load)  # type: ignore[method-assign,assignment]
     runtime.recommended_sampling = lambda _ref: {}

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import re
-import select
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -94,11 +90,10 @@ def test_a_closed_pipe_without_a_turn(k3, spawn) -> None:
     assert (process.returncode, err) == (Exit.BROKEN_PIPE, "")
 
 
-def test_a_terminal_that_goes_away_stops_the_answer_and_the_turn_is_saved(scripted, process_env, k3) -> None:
-    terminal = TerminalSession([scripted.__file__, "chat", "-s", "a", "-p", "slow 400"], process_env)
-    terminal.expect("word1")
-    os.close(terminal.fd)
-    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) in (Exit.TERMINATED, Exit.BROKEN_PIPE)
+def test_a_terminal_that_goes_away_stops_the_answer_and_the_turn_is_saved(terminal, k3) -> None:
+    chat = terminal("chat", "-s", "a", "-p", "slow 400")
+    chat.expect("word1")
+    assert chat.hang_up() in (Exit.TERMINATED, Exit.BROKEN_PIPE)
     assert k3("show", "a", "--at", "-1", "--json").one("turn")["meta"]["stop"] == "cancelled"
 
 
@@ -158,65 +153,6 @@ def test_a_second_writer_learns_who_holds_the_session(spawn, k3) -> None:
     process.communicate(timeout=60)
 
 
-class TerminalSession:
-    """`k3` at the other end of a pseudo-terminal."""
-
-    def __init__(self, args: list[str], env: dict[str, str]) -> None:
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.execve(sys.executable, [sys.executable, *args], {**env, "TERM": "xterm"})
-        self.seen = ""
-
-    def expect(self, pattern: str, timeout: float = 60) -> str:
-        """Read until a pattern appears in what is new; returns the new text."""
-        end = time.monotonic() + timeout
-        while not re.search(pattern, self.seen):
-            ready, _, _ = select.select([self.fd], [], [], max(0, end - time.monotonic()))
-            assert ready, f"{pattern!r} did not come; got {self.seen[-2000:]!r}"
-            try:
-                data = os.read(self.fd, 65536)
-            except OSError:
-                data = b""
-            assert data, f"{pattern!r} did not come before the end; got {self.seen[-2000:]!r}"
-            self.seen += data.decode(errors="replace")
-            if "\x1b[6n" in self.seen:  # prompt_toolkit asks where the cursor is; a terminal answers
-                self.seen = self.seen.replace("\x1b[6n", "")
-                os.write(self.fd, b"\x1b[1;1R")
-        found = self.seen
-        self.seen = ""
-        return found
-
-    def send(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def close(self) -> int:
-        """Read to the end and return the exit code."""
-        try:
-            while select.select([self.fd], [], [], 60)[0] and os.read(self.fd, 65536):
-                pass
-        except OSError:
-            pass  # how Linux says that the other end is closed
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-@pytest.fixture
-def terminal(process_env, scripted):
-    made: list[TerminalSession] = []
-
-    def start(*args: str) -> TerminalSession:
-        made.append(TerminalSession([scripted.__file__, *args], process_env))
-        return made[-1]
-
-    yield start
-    for session in made:
-        try:
-            os.kill(session.pid, signal.SIGKILL)
-            os.waitpid(session.pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
-        os.close(session.fd)
-
-
 def test_the_prompt_of_a_terminal(terminal, k3, private_home) -> None:
     chat = terminal("chat", "-s", "a")
     chat.expect("Ctrl-D leaves")
@@ -267,6 +203,7 @@ def test_a_tool_call_at_a_terminal(terminal, k3, tmp_path) -> None:
     chat.expect("k3>")
     chat.send("call read\r")
     chat.expect("waiting for the result of read")
+    chat.expect("saved a turn")
     chat.send("/result 42\r")
     assert "The tool said: 42" in chat.expect("saved a turn")
     chat.send("/result 43\r")
