@@ -12,7 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from k3_kernels.kda.step_reference import StepWeights
-from k3_kernels.kda.step_triton import L2_EPS, PAD, ROWS, _convolved, _finish, _log_decay, _over_k, _row, _taps, tile
+from k3_kernels.kda.step_triton import (
+    L2_EPS,
+    PAD,
+    ROWS,
+    _convolved,
+    _axes,
+    _finish,
+    _log_decay,
+    _over_k,
+    _row,
+    _taps,
+    tile,
+)
 
 
 @triton.jit
@@ -31,12 +43,7 @@ def snapshot_kernel(
     C = 2 * HK + H * V
     position = tl.load(cursor)
     here = (position % W).to(tl.int32)
-    rr = tl.arange(0, RR)[:, None, None, None, None, None]
-    ka = tl.arange(0, KA)[None, :, None, None, None, None]
-    rw = tl.arange(0, RW)[None, None, :, None, None, None]
-    rl = tl.arange(0, RL)[None, None, None, :, None, None]
-    kl = tl.arange(0, KL)[None, None, None, None, :, None]
-    ki = tl.arange(0, KI)[None, None, None, None, None, :]
+    rr, ka, rw, rl, kl, ki = _axes(RR, KA, RW, RL, KL, KI)
     rows = (rr * RW + rw) * RL + rl
     channels = (ka * KL + kl) * KI + ki
     wide = channels + (rw + rl) * 0
@@ -46,9 +53,10 @@ def snapshot_kernel(
     vv = tl.arange(0, V)
     h = tl.program_id(0)
     lines = scratch + h * (W * LINE)
-    at = states + h * V * K + rows * K + channels
+    at = states + h * V * K
+    cell = rows * K + channels
     size = H * V * K
-    S = tl.load(at + ((here + W - 1) % W) * size)
+    S = tl.load(at + ((here + W - 1) % W) * size + cell)
 
     q_at = h * K + kk[None, :]
     v_at = 2 * HK + h * V + vv[None, :]
@@ -89,7 +97,7 @@ def snapshot_kernel(
         S += u * key
         o = _over_k(S * tl.load(line + 2 * K + wide))
         tl.store(o_at + t * V + tall, o + kl * 0, mask=lane)
-        tl.store(at + ((here + t) % W) * size, S)
+        tl.store(at + ((here + t) % W) * size + cell, S)
     tl.debug_barrier()
     _finish(h, here, n, W, o_at, gate, gate_row, norm, out, eps, H, V)
 

@@ -27,6 +27,9 @@ from k3_kernels.kda.step_reference import StepLog, StepWeights
 ROWS = tl.constexpr(8)  # prepared or finished at once
 PAD = tl.constexpr(16)  # floats behind a scratch line; the first is beta
 L2_EPS = tl.constexpr(1e-6)
+LANES_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7))
+"""Where the compiler starts handing out lanes among dimensions without neighbouring addresses: with the first one up to
+3.6, with the last one from 3.7 on. With the wrong value the kernel is right and slow."""
 RESIDENT = 2
 """Programs a processor holds at once when all layers are committed."""
 
@@ -162,12 +165,7 @@ def step_kernel(
     first = ((position - accepted) % W).to(tl.int32)
     total = accepted + n
 
-    rr = tl.arange(0, RR)[:, None, None, None, None, None]
-    ka = tl.arange(0, KA)[None, :, None, None, None, None]
-    rw = tl.arange(0, RW)[None, None, :, None, None, None]
-    rl = tl.arange(0, RL)[None, None, None, :, None, None]
-    kl = tl.arange(0, KL)[None, None, None, None, :, None]
-    ki = tl.arange(0, KI)[None, None, None, None, None, :]
+    rr, ka, rw, rl, kl, ki = _axes(RR, KA, RW, RL, KL, KI)
     rows = (rr * RW + rw) * RL + rl
     channels = (ka * KL + kl) * KI + ki
     # Addresses that repeat over warps and lanes, of the shape that gets the state's own layout. `one` hides that rows
@@ -182,7 +180,7 @@ def step_kernel(
     for item in range(tl.program_id(0), layers * H, tl.num_programs(0)):
         layer = (item // H).to(tl.int64)
         h = item % H
-        state = _spread(recurrent + entry * state_slot + layer * state_layer + h * V * K + rows * K + channels)
+        state = recurrent + entry * state_slot + layer * state_layer + h * V * K + rows * K + channels
         held = tl.load(state)
         S = held.to(tl.float32)
 
@@ -234,22 +232,22 @@ def step_kernel(
             _keep(h, here, n, W, x, x_row, f, f_row, b, b_row, log_x_at, log_f_at, log_b_at, C, H, K, V)
 
         o_at = outputs + item * W * V
-        key = tl.load(_spread(lines + wide))
-        decay = tl.load(_spread(lines + K + wide))
+        key = tl.load(lines + wide)
+        decay = tl.load(lines + K + wide)
         for t in range(total):
             line = lines + t * LINE
             ahead = lines + tl.minimum(t + 1, total - 1) * LINE
-            next_key = tl.load(_spread(ahead + wide))
-            next_decay = tl.load(_spread(ahead + K + wide))
-            value = tl.load(_spread(line + 3 * K + tall))
+            next_key = tl.load(ahead + wide)
+            next_decay = tl.load(ahead + K + wide)
+            value = tl.load(line + 3 * K + tall)
             beta = tl.load(line + 3 * K + V)
             S *= decay
             u = (value - _over_k(S * key)) * beta
             S += u * key
             if t >= accepted:
-                q = tl.load(_spread(line + 2 * K + wide))
+                q = tl.load(line + 2 * K + wide)
                 o = _over_k(S * q)
-                tl.store(_spread(o_at + (t - accepted) * V + tall), o + kl * 0, mask=lane)
+                tl.store(o_at + (t - accepted) * V + tall, o + kl * 0, mask=lane)
             # What a stored state would hold: a bf16 state is rounded behind every row.
             held = S.to(recurrent.dtype.element_ty)
             S = held.to(tl.float32)
@@ -262,21 +260,30 @@ def step_kernel(
 
 
 @triton.jit
-def _spread(addresses):
-    """Addresses of a state tile with the order its dimensions are to be laid out in, the fastest with the largest number.
-
-    The compiler gives lanes to dimensions by how many neighbouring addresses they hold; among equals, versions differ.
-    Beyond the last dimension these numbers are no facts about addresses and are only compared with each other: vectors
-    are formed along the last one, where four addresses really are neighbours.
-    """
-    return tl.max_contiguous(addresses, [1, 1, 2, 4, 8, 16])
+def _axes(RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr, RL: tl.constexpr, KL: tl.constexpr, KI: tl.constexpr):
+    """The six axes of a state tile as indices, lanes first or last."""
+    ki = tl.arange(0, KI)[None, None, None, None, None, :]
+    rw = tl.arange(0, RW)[None, None, :, None, None, None]
+    if LANES_FIRST:
+        kl = tl.arange(0, KL)[:, None, None, None, None, None]
+        rl = tl.arange(0, RL)[None, :, None, None, None, None]
+        rr = tl.arange(0, RR)[None, None, None, :, None, None]
+        ka = tl.arange(0, KA)[None, None, None, None, :, None]
+    else:
+        kl = tl.arange(0, KL)[None, None, None, None, :, None]
+        rl = tl.arange(0, RL)[None, None, None, :, None, None]
+        rr = tl.arange(0, RR)[:, None, None, None, None, None]
+        ka = tl.arange(0, KA)[None, :, None, None, None, None]
+    return rr, ka, rw, rl, kl, ki
 
 
 @triton.jit
 def _over_k(products):
-    """Sum over K of [RR, KA, RW, RL, KL, KI]: inside a thread first, then over the KL lanes."""
-    inner = tl.sum(tl.sum(products, 5, keep_dims=True), 1, keep_dims=True)
-    return tl.sum(inner, 4, keep_dims=True)
+    """Sum of a state tile over K: inside a thread first, then over the KL lanes."""
+    if LANES_FIRST:
+        return tl.sum(tl.sum(tl.sum(products, 5, keep_dims=True), 4, keep_dims=True), 0, keep_dims=True)
+    else:
+        return tl.sum(tl.sum(tl.sum(products, 5, keep_dims=True), 1, keep_dims=True), 4, keep_dims=True)
 
 
 @dataclass(frozen=True)
