@@ -190,6 +190,7 @@ def _up(
     inner,
     L: tl.constexpr,
     F: tl.constexpr,
+    K: tl.constexpr,
     Z_STRIDE: tl.constexpr,
     INNER_STRIDE: tl.constexpr,
     BETA: tl.constexpr,
@@ -205,11 +206,11 @@ def _up(
     p = tl.program_id(1)
     e = tl.load(used + p).to(tl.int64)
     if e >= 0:
-        r = tl.arange(0, R)
-        pair = tl.load(member + p * R + r)
+        pair = tl.load(member + p * R + tl.arange(0, R))
         live = (pair >= 0)[None, :]
         i = tl.program_id(0) * BN + tl.arange(0, BN)
         rows = i % 2 * F + i // 2  # gate and up of a feature side by side
+        at = z + (pair // K)[None, :].to(tl.int64) * Z_STRIDE
         if PACKED:
             w += e * (2 * F * (L // 8))
             scales += e * (2 * F * (L // 32))
@@ -220,7 +221,7 @@ def _up(
             scales,
             rows,
             i < 2 * F,
-            z + r[None, :] * Z_STRIDE,
+            at,
             live,
             L,
             2 * F % BN == 0,
@@ -233,7 +234,7 @@ def _up(
         )
         gate, up = tl.split(tl.permute(tl.reshape(found, (BN // 2, 2, R)), (0, 2, 1)))
         f = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
-        to = inner + pair[None, :] * INNER_STRIDE + _place(f, PACKED)[:, None]
+        to = inner + pair[None, :].to(tl.int64) * INNER_STRIDE + _place(f, PACKED)[:, None]
         tl.store(to, gated(gate, up, BETA, LINEAR_BETA).to(inner.dtype.element_ty), mask=live & (f < F)[:, None])
 
 
@@ -267,9 +268,9 @@ def _down(
             scales += e * (L * (F // 32))
         else:
             w += e * (L * F)
-        z = inner + pair[None, :] * INNER_STRIDE
+        z = inner + pair[None, :].to(tl.int64) * INNER_STRIDE
         found = _product(w, scales, rows, rows < L, z, live, F, L % BN == 0, BN, R, PACKED, UNROLL, STAGES, ASM)
-        tl.store(out + pair[None, :] * L + rows[:, None], found, mask=live & (rows < L)[:, None])
+        tl.store(out + pair[None, :].to(tl.int64) * L + rows[:, None], found.to(out.dtype.element_ty), mask=live & (rows < L)[:, None])
 
 
 @triton.jit
@@ -329,7 +330,7 @@ def experts_window(
         )  # fmt: skip
         _up[(triton.cdiv(2 * F, up_tile), n * k)](
             rows, w13, s13, used, member, inner,
-            L, F, width, inner_width, beta, linear_beta, up_tile, R, packed, unroll, stages, asm,
+            L, F, k, width, inner_width, beta, linear_beta, up_tile, R, packed, unroll, stages, asm,
             num_warps=1, num_stages=stages,
         )  # fmt: skip
         _down[(triton.cdiv(L, down_tile), n * k)](
