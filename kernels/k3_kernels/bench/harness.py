@@ -93,7 +93,7 @@ def time_runs(runs: Sequence[Callable[[], object]], *, replays: int = 30, graph:
 def copy_rate() -> float:
     """Measured device copy, bytes read plus written per second: the better of a memory copy and a copying kernel.
 
-    Not in a captured graph, where a copy of 2 GiB took 1.5 times as long on an H200.
+    Launched as users launch them, not from a captured graph, where a memory copy gave 2.75 TB/s on an H200.
     """
     source = torch.rand(512 << 20, device="cuda")
     target = torch.empty_like(source)
