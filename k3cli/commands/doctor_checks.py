@@ -18,7 +18,10 @@ from k3cli.config import KEYS, Settings
 from k3cli.errors import Exit, K3Error, UsageError
 
 if TYPE_CHECKING:
+    import torch
     from k3_sessions.types import StateLayout
+
+    from k3cli.model.config import ModelConfig
 
 LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tiktoken", "huggingface-hub", "zstandard", "typer")
 
@@ -122,13 +125,31 @@ def model(settings: Settings) -> Iterator[Check]:
         yield from drafting(settings, DEFAULT_WINDOW)
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
-        yield Check("chosen", "kernels", "reference (torch)", "the only implementation of every operation so far")
+        yield from kernels(config, device, dtype, DEFAULT_WINDOW)
         layout = state_layout(config, dtype)
         yield from fit(
             weights_memory(config, dtype), layout, available_memory(device), config.context_limit, str(device)
         )
     except K3Error as problem:
         yield Check("model", "problem", str(problem), why, problem.exit_code)
+
+
+def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int) -> Iterator[Check]:
+    """What each operation runs with, in one line where all run with the same; and whether steps are recorded."""
+    from k3cli.model.choices import eager_reason, kernel_choices
+
+    found = kernel_choices(config, device, dtype, window)
+    words = {True: "Triton", False: "reference (torch)"}
+    if len(set(found.values())) == 1:
+        choice = next(iter(found.values()))
+        yield Check("chosen", "kernels", words[choice.kernel], f"{choice.reason}; {', '.join(found)}")
+    else:
+        for name, choice in found.items():
+            word = "library attention" if choice.kernel and name == "mla.prefill" else words[choice.kernel]
+            yield Check("chosen", f"kernel {name}", word, choice.reason)
+    eager = eager_reason(config, device, dtype, window)
+    recorded = "recorded at the second step with each number of rows, so that a step is one launch"
+    yield Check("chosen", "CUDA graphs", "no" if eager else "yes", eager or recorded)
 
 
 def drafting(settings: Settings, window: int) -> Iterator[Check]:

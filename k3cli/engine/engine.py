@@ -161,6 +161,7 @@ class Engine:
             "device": torch.cuda.get_device_name(self.device) if cuda else torch.backends.cpu.get_cpu_capability(),
             "dtype": self.dtype,
             "window": self.model.window,
+            "kernels": getattr(self.model, "kernels", "reference"),
             "threads": 0 if cuda else torch.get_num_threads(),
         }
 

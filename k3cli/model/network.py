@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from k3cli.model.blocks import KdaWeights, MlaWeights, MlpWeights, MoeWeights, Weights
+from k3cli.model.choices import eager_reason, kernel_choices
 from k3cli.model.config import ModelConfig
 from k3cli.model.passes import Chunk, Pass, stacked
 from k3cli.model.pool import Pool
@@ -72,6 +73,12 @@ class K3Model:
         return Pool(self.config, self._layout.hash_block, self.device, self.dtype)
 
     @cached_property
+    def kernels(self) -> str:
+        """The operations that run as kernels, on which bits depend; "reference" when none does."""
+        found = kernel_choices(self.config, self.device, self.dtype, self.window)
+        return ", ".join(name for name, choice in found.items() if choice.kernel) or "reference"
+
+    @cached_property
     def _steps(self) -> Stepper:
         cfg = self.config
         kda = [w for layer in self.weights.layers if isinstance(w := layer.attention, KdaWeights)]
@@ -79,7 +86,7 @@ class K3Model:
         stack = stacked(kda, bound, eps) if kda else None
         each = [StepWeights(w.conv, w.A_log, w.dt_bias, w.o_norm, bound, eps) for w in kda]
         pages = -(-cfg.context_limit // self._layout.hash_block) + 1
-        eager = "" if self.device.type == "cuda" else f"device {self.device.type}"
+        eager = eager_reason(cfg, self.device, self.dtype, self.window)
         return Stepper(self.pool, self.window, pages, each, stack, self._logits, eager)
 
     def new_state(self) -> State:
