@@ -138,12 +138,24 @@ class Engine:
         """A timeline at position 0; `tokens` are pending."""
         return self._timeline(self.model.new_state(), tokens)
 
-    def restored_timeline(self, restored: RestoredState, tokens: Sequence[int]) -> Timeline:
-        """A timeline over state read from the store, complete and verified. tokens: the whole history."""
+    def restored_timeline(self, restored: RestoredState, tokens: Sequence[int], *, share: bool = False) -> Timeline:
+        """A timeline over state read from the store, complete and verified. tokens: the whole history.
+
+        share: keep it for `known_timeline`; it must be what prefilling these very tokens chunk by chunk gives here.
+        """
         state = self.model.new_state()
         if restored.position:
             state.load(restored)
+            if share and hasattr(state, "publish"):
+                state.publish(torch.tensor(tokens, dtype=torch.long))
         return self._timeline(state, tokens)
+
+    def known_timeline(self, tokens: Sequence[int]) -> Timeline | None:
+        """A timeline behind the longest prefix of tokens, whole chunks of it, that this process evaluated before and
+        still has in its pool; None when it has nothing of them."""
+        known = getattr(self.model, "known_prefix", None)
+        state = None if known is None else known(torch.tensor(tokens, dtype=torch.long))
+        return None if state is None else self._timeline(state, tokens)
 
     def _timeline(self, state: Any, tokens: Sequence[int]) -> Timeline:
         speculator = None

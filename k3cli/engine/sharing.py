@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from k3_sessions.errors import Damaged, SessionChanged
 
 from k3cli.engine.events import Notice
-from k3cli.engine.record import recorded_schedule
-from k3cli.engine.timeline import Timeline
+from k3cli.engine.record import recorded_schedule, runtime_change
+from k3cli.engine.schedule import Schedule
+from k3cli.engine.timeline import PREFILL_CHUNK, Timeline
 
 if TYPE_CHECKING:
     from k3_sessions.types import RestorePlan
@@ -46,6 +47,16 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
         return SharedStart(engine.timeline(), None, 0)
     if plan.turn is None or not plan.boundary:
         return SharedStart(engine.timeline(), None, plan.matched)
+    # The steps that made this state belong to the record of the new session, so that it can be replayed by itself.
+    steps = recorded_schedule(store.lineage(plan.turn), 0, plan.boundary)
+    found = Notice(
+        "shared-prefix", f"the first {plan.boundary} tokens are known from another session: their state is reused"
+    )
+    keep_at = plan.matched if plan.matched > plan.boundary else 0
+    known = engine.known_timeline(ids[: plan.boundary]) if canonical(steps) else None
+    if known is not None and known.position == plan.boundary:
+        known.schedule = steps
+        return SharedStart(known, plan, keep_at, (found,))
     try:
         restored = store.restore(plan, engine.identity, engine.layout)
     except (Damaged, SessionChanged) as error:
@@ -55,10 +66,12 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
             "evaluating them",
         )
         return SharedStart(engine.timeline(), None, 0, (lost,))
-    timeline = engine.restored_timeline(restored, ids[: plan.boundary])
-    # The steps that made this state belong to the record of the new session, so that it can be replayed by itself.
-    timeline.schedule = recorded_schedule(store.lineage(plan.turn), 0, plan.boundary)
-    found = Notice(
-        "shared-prefix", f"the first {plan.boundary} tokens are known from another session: their state is reused"
-    )
-    return SharedStart(timeline, plan, plan.matched if plan.matched > plan.boundary else 0, (found,))
+    here = canonical(steps) and not runtime_change(store.turn(plan.turn), engine)
+    timeline = engine.restored_timeline(restored, ids[: plan.boundary], share=here)
+    timeline.schedule = steps
+    return SharedStart(timeline, plan, keep_at, (found,))
+
+
+def canonical(steps: Schedule) -> bool:
+    """Whether these steps are the ones that this process would take for the same tokens, whole chunks from 0 on."""
+    return steps.start == 0 and all(step == ("prefill", PREFILL_CHUNK) for step in steps)

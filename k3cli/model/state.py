@@ -127,20 +127,31 @@ class State:
     def advance(self, ids: Tensor, slot: int) -> None:
         """Moves on over a prefilled chunk, int64 [T], whose latents are in the pages and whose KDA state is in `slot`,
         which passes to this state. A whole block in an unbroken row of such blocks becomes known to others."""
-        before, start = self.chain[-1] if self.chain else ROOT, self.position
+        start = self.position
         self.replace_slot(slot)
         self.position += ids.numel()
-        if ids.numel() != self.page or start != len(self.chain) * self.page:
-            return
-        key = block_key(before, ids.cpu().numpy().tobytes())
-        self.chain.append(key)
+        if ids.numel() == self.page and start == len(self.chain) * self.page:
+            self.publish(ids)
+
+    def publish(self, ids: Tensor) -> None:
+        """Makes the last blocks in front of `position`, all of ids, known to others, with the KDA state behind them.
+
+        Only for states that are to the bit what prefilling every block by itself gives.
+        """
+        assert self.position == len(self.chain) * self.page + ids.numel()
         written = None
         if self.pool.arena.is_cuda:
             written = torch.cuda.current_stream(self.pool.arena.device).record_event()
-        known = self.pool.prefixes
-        if known.add(before, key, self.pages[start // self.page], written) and known.keep_slot(key, slot, written):
-            # One KDA state for each sequence is enough: the last one, and those that others have asked for.
-            known.give_up_slot(before)
+        known, last = self.pool.prefixes, self.chain[-1] if self.chain else ROOT
+        for block in ids.cpu().split(self.page):
+            before = self.chain[-1] if self.chain else ROOT
+            key = block_key(before, block.numpy().tobytes())
+            if not known.add(before, key, self.pages[len(self.chain)], written):
+                return
+            self.chain.append(key)
+        # One KDA state for each sequence is enough: the last one, and those that others have asked for.
+        if known.keep_slot(self.chain[-1], self.slot, written):
+            known.give_up_slot(last)
 
     def begin_with(self, ids: Tensor) -> bool:
         """Goes from position 0 to the end of the longest known prefix of ids, int64 [T]; False when there is none.

@@ -17,6 +17,7 @@ from k3_sessions.store import Store
 
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
+from k3cli.engine.engine import Engine
 from k3cli.engine.replay import replay, state_difference
 from k3cli.engine.sampling import Sampling
 
@@ -244,3 +245,33 @@ def test_the_engine_tells_what_it_chose(tiny_engine, tiny_model) -> None:
     assert tiny_engine.identity.compute == "float32"
     assert tiny_engine.name == tiny_model.name
     assert set(tiny_engine.runtime()) == {"k3", "torch", "device", "dtype", "window", "kernels", "threads"}
+
+
+def test_a_shared_head_is_taken_from_memory_where_this_process_has_it(tiny_model, store, monkeypatch) -> None:
+    """Read once from the store, then found in the pool: the same events, the same bits, nothing read."""
+    read: list[int] = []
+    restore = type(store).restore
+
+    def counted(self, plan, *args):
+        read.append(plan.boundary)
+        return restore(self, plan, *args)
+
+    monkeypatch.setattr(type(store), "restore", counted)
+    short, head = Sampling(seed=3, max_tokens=4), {"system": "Be brief. " * 110}
+    told: dict[str, tuple] = {}
+    engines = [Engine.load(tiny_model, device="cpu") for _ in range(2)]
+    for name, engine in (("one", 0), ("two", 0), ("three", 1), ("four", 1), ("five", 1)):
+        with Conversation.open(engines[engine], store, name, mode="create", head=head) as conversation:
+            events = list(conversation.turn([{"role": "user", "content": "Well?"}], short))
+            source = conversation._timeline.snapshot()
+            bits = {key: value.tobytes() for key, value in source.checkpoint().items()}
+            bits["rows"] = source.page_rows("kv_latent", 0, source.position).tobytes()
+            saved = next(event for event in events if isinstance(event, ev.Saved))
+            told[name] = (saved.reused, conversation._timeline.tokens, bits)
+    boundary = told["three"][0]
+    assert boundary % 512 == 0
+    assert boundary >= 1024
+    assert [told[name][0] for name in told] == [0, 0, boundary, boundary, boundary]
+    assert read == [boundary], "the second engine read it once"
+    assert all(told[name][1:] == told["one"][1:] for name in told)
+    assert not [event for event in replay(engines[0], store, "five") if isinstance(event, ev.Difference)]
