@@ -95,6 +95,14 @@ def _number(kind: type[int] | type[float], low: float, high: float, what: str) -
     return parse
 
 
+def _top_p(value: Any) -> float:
+    what = "a number above 0, at most 1 (1 keeps every token; --temperature 0 takes the likeliest)"
+    number = float(_number(float, 0, 1, what)(value))
+    if not number > 0:
+        raise _InvalidError(what)
+    return number
+
+
 def parse_bytes(value: Any) -> int:
     """`"200 GB"`, `"1.5GiB"` or a count of bytes -> bytes. Raises ValueError saying what was expected."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
@@ -130,10 +138,12 @@ class Settings:
     thinking: bool = field(default=True, metadata={"parse": _boolean})
     hide_thinking: bool = field(default=False, metadata={"parse": _boolean})
 
-    temperature: float | None = field(default=None, metadata={"parse": _number(float, 0, 100, "from 0 to 100")})
-    top_p: float | None = field(default=None, metadata={"parse": _number(float, 0, 1, "from 0 to 1")})
+    temperature: float | None = field(
+        default=None, metadata={"parse": _number(float, 0, 100, "a number from 0 to 100")}
+    )
+    top_p: float | None = field(default=None, metadata={"parse": _top_p})
     top_k: int | None = field(default=None, metadata={"parse": _number(int, 0, 2**31, "a whole number, 0: no limit")})
-    min_p: float | None = field(default=None, metadata={"parse": _number(float, 0, 1, "from 0 to 1")})
+    min_p: float | None = field(default=None, metadata={"parse": _number(float, 0, 1, "a number from 0 to 1")})
     seed: int | None = field(
         default=None, metadata={"parse": _number(int, 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1")}
     )

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -107,10 +108,10 @@ def main() -> int:
     # Read when torch loads. Waiting threads sleep: spinning ones slow prefill many times when another program runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prepare_streams()
-    exit_on_signals()
     args = sys.argv[1:]
     prog = "k3cli" if os.path.basename(sys.argv[0]) == "k3cli" else "k3"
     command: Any = typer.main.get_command(app)
+    exit_on_signals(partial(_end_at_once, _asks_for_json(args)))
     completing = f"_{prog.upper()}_COMPLETE"
     if completing in os.environ:
         command.main(args, prog_name=prog, complete_var=completing)
@@ -129,7 +130,7 @@ def main() -> int:
 
 
 def _run(command: Any, prog: str, args: list[str]) -> int:
-    json_mode = "--json" in (args[: args.index("--")] if "--" in args else args)
+    json_mode = _asks_for_json(args)
     try:
         with command.make_context(prog, list(args)) as context:
             command.invoke(context)
@@ -152,6 +153,18 @@ def _run(command: Any, prog: str, args: list[str]) -> int:
         if known is not None:
             return _fail(known, known.exit_code, json_mode)
         return _fail(_unexpected(problem), Exit.FAILED, json_mode)
+
+
+def _asks_for_json(args: list[str]) -> bool:
+    return "--json" in (args[: args.index("--")] if "--" in args else args)
+
+
+def _end_at_once(json_mode: bool, code: Exit) -> None:
+    """A signal where the program can't unwind: nothing is half done there, and locks end with the process."""
+    try:
+        _fail(K3Error(code.name.lower()), code, json_mode)
+    finally:
+        os._exit(code)
 
 
 def _fail(problem: K3Error, code: Exit, json_mode: bool) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event
 from types import FrameType
@@ -44,8 +45,16 @@ def _handled() -> list[signal.Signals]:
     return [number for number in CODES if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def exit_on_signals() -> None:
-    """Outside an answer each signal unwinds (locks, files, the terminal) and ends the run with 130 or 143."""
+_at_once: Callable[[Exit], object] = os._exit
+
+
+def exit_on_signals(at_once: Callable[[Exit], object] | None = None) -> None:
+    """Outside an answer each signal unwinds (locks, files, the terminal) and ends the run with 130 or 143.
+
+    at_once: called instead where unwinding is not possible, while modules are imported; has to end the process.
+    """
+    global _at_once
+    _at_once = at_once or _at_once
     for number in _handled():
         signal.signal(number, _leave)
 
@@ -56,9 +65,21 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
+def _leave(number: int, frame: FrameType | None) -> None:
     ignore_signals()
-    raise EndRun(CODES[signal.Signals(number)])
+    code = CODES[signal.Signals(number)]
+    if _importing(frame):
+        # A native library that is being loaded aborts the process when an exception comes out of Python.
+        _at_once(code)
+    raise EndRun(code)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from k3cli.commands.repl import repl
 from k3cli.commands.runtime import head_of, load_engine, other_model, recorded_model, sampling_of
 from k3cli.commands.turns import finish, refuse_unsaved, run_turn, show
 from k3cli.config import Settings
+from k3cli.errors import UsageError
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -40,6 +42,8 @@ def talk(
 
     Raises typer.Exit with the code of a signal or a closed pipe, after the turn is saved.
     """
+    if request.tool_choice == "required" and not request.add_tools:
+        require_tools(tools if mode == "create" else declared_tools(store, name, at))
     from k3_sessions.errors import IdentityMismatch
 
     from k3cli.engine.conversation import Conversation
@@ -80,6 +84,20 @@ def talk(
         )
         refuse_unsaved(conversation)
     finish(code)
+
+
+def declared_tools(store: Store, name: str, at: str | None) -> list[str]:
+    """Names of the tools a session has at turn `at` (None: the newest), as that turn recorded them."""
+    turn_id = at or store.session(name).head
+    return [] if turn_id is None else list(store.turn(turn_id).meta.get("context", {}).get("tool_names", []))
+
+
+def require_tools(tools: Sequence[Any] | None) -> None:
+    """Refuse to require a call where there is nothing to call, before a model is loaded for it."""
+    if not tools:
+        raise UsageError(
+            "--tool-choice required and no tool is declared", "at least one tool", "declare tools with --add-tools FILE"
+        )
 
 
 def messages_of(request: Request, conversation: Conversation) -> list[dict[str, Any]]:

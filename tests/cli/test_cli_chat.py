@@ -162,6 +162,19 @@ def test_choice_format_and_later_tools_reach_the_turn(k3, tmp_path) -> None:
     assert "xml" in refused.err
 
 
+def test_a_required_call_without_tools_is_refused_before_the_model_is_loaded(k3, tmp_path, monkeypatch) -> None:
+    (tmp_path / "t.json").write_text(json.dumps(TOOLS[:1]))
+    k3("chat", "-s", "plain", "-p", "one")
+    k3("chat", "-s", "tools", "-p", "one", "--tools", str(tmp_path / "t.json"))
+    required = ("-p", "call read", "--tool-choice", "required")
+    assert k3("resume", "tools", *required).code == 0
+    monkeypatch.setattr("k3cli.commands.talk.load_engine", lambda *_: pytest.fail("loaded a model to refuse"))
+    for args in (("chat",), ("chat", "-s", "plain"), ("resume", "plain")):
+        refused = k3(*args, *required)
+        assert (refused.code, refused.out) == (Exit.USAGE, "")
+        assert "--add-tools" in refused.err
+
+
 def test_fork_prints_the_new_name(k3) -> None:
     k3("chat", "-s", "a", "-p", "one")
     done = k3("fork", "a", "b")
@@ -247,6 +260,7 @@ def test_limits_and_sampling(k3) -> None:
         refused = k3("chat", "-p", "x", *option)
         assert refused.code == Exit.USAGE, option
         assert refused.out == ""
+        assert f"{option[0]} is {option[1]!r}; expected a" in refused.err
 
 
 def test_context_overflow_is_refused_with_both_counts(k3) -> None:

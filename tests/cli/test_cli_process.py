@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -36,6 +37,39 @@ def test_a_signal_stops_the_answer_and_the_turn_is_saved(spawn, k3, number, code
     assert "Traceback" not in err
     done = k3("resume", "a", "-p", "still there")
     assert (done.code, done.out) == (0, "You said: still there\n")
+
+
+@pytest.mark.parametrize("module", ["typer.models", "torch.types"])
+def test_ctrl_c_while_the_program_starts_is_one_line(process_env, module) -> None:
+    """Before the handlers of `main` are there, and after."""
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "k3cli", "chat", "-p", "hello", "--json"],
+        env=process_env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if line.rstrip().endswith(f" {module}"):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    said = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert said == ["k3: error: interrupted"]
+    if module == "torch.types":
+        assert [json.loads(line)["type"] for line in out.splitlines()] == ["error"]
+
+
+def test_no_exception_goes_through_a_module_that_is_being_loaded(process_env, tmp_path) -> None:
+    (tmp_path / "native.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    program = (
+        "from k3cli.commands.signals import exit_on_signals\nexit_on_signals()\n"
+        "try:\n    import native\nexcept BaseException:\n    print('an exception in the loader')\n"
+    )
+    env = {**process_env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{process_env['PYTHONPATH']}"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
 
 
 def test_a_second_signal_leaves_at_once_and_the_session_is_whole(spawn, k3) -> None:

@@ -245,7 +245,9 @@ def test_completion_scripts(k3, shell) -> None:
     done = k3("completion", shell)
     assert done.code == 0
     assert "_K3_COMPLETE" in done.out
-    assert k3("completion", "tcsh").code == Exit.USAGE
+    other = k3("completion", "tcsh")
+    assert (other.code, other.out) == (Exit.USAGE, "")
+    assert "no completion script for 'tcsh'; expected bash, zsh or fish" in other.err
 
 
 def test_session_names_complete_without_torch(forked, process_env) -> None:

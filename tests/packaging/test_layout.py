@@ -76,9 +76,9 @@ def test_each_folder_has_its_design_note(repo_root: Path) -> None:
         assert (repo_root / folder / "README.md").is_file()
 
 
-def test_both_commands_lead_to_main(repo_root: Path) -> None:
+def test_both_commands_begin_where_signals_are_minded(repo_root: Path) -> None:
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"k3": "k3cli.main:main", "k3cli": "k3cli.main:main"}
+    assert project["scripts"] == {"k3": "k3cli.__main__:run", "k3cli": "k3cli.__main__:run"}
 
 
 def test_wheel_has_exactly_three_top_level_names_and_the_model(repo_root: Path, tmp_path: Path) -> None:
