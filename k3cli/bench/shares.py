@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def shares(model: K3Model, state: State, ids: torch.Tensor) -> Row:
     cuda = model.device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     twin = state.fork()
-    with getattr(model, "eager", nullcontext)():
+    with model.eager():
         logits, log = model.verify(ids, twin)  # warm
         model.commit(twin, log, ids.numel())
         with profile(activities=kinds) as found:

@@ -1,0 +1,222 @@
+"""A whole run: what is measured, on what, whether it fits, and every row in its order."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from k3cli.bench.ceilings import ceilings
+from k3cli.bench.ladder import Ladder, Plan
+from k3cli.bench.record import Results, Row, run_row
+from k3cli.bench.shares import derive, shares
+from k3cli.bench.slice import random_model, slice_config
+from k3cli.bench.stored import save_and_restore
+from k3cli.config import K3_SHAPE, Settings
+from k3cli.engine.timeline import PREFILL_CHUNK
+from k3cli.errors import FitError, UsageError
+from k3cli.model.config import ModelConfig
+from k3cli.model.hub import resolve_model
+from k3cli.model.network import DEFAULT_WINDOW, K3Model
+from k3cli.model.placement import available_memory, choose_device, choose_dtype
+from k3cli.model.pool import Geometry, granules_for
+from k3cli.model.sizing import weigh, workspace
+from k3cli.model.weights import load_model
+
+RUNGS = (0, 4 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)
+WINDOWS = (1, 2, 4, 8)
+GPU_PROMPT = 8192
+GPU_DEPTH, CPU_DEPTH = 32 << 10, 4 << 10
+"""Deepest rung when none was asked for."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What runs. whole: the model a slice was cut from, else the same as config."""
+
+    name: str
+    whole: ModelConfig
+    config: ModelConfig
+    build: Callable[[torch.device, torch.dtype, int], K3Model]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the user wants. top: climb up to it; depths: exactly these; both None: a few low rungs."""
+
+    settings: Settings
+    layers: int | None
+    top: int | None
+    depths: tuple[int, ...] | None
+    prompt: int | None
+    cold: bool
+    stored: bool
+
+
+def subject(
+    settings: Settings, layers: int | None, configuration: Callable[[str], tuple[Path, ModelConfig]]
+) -> Subject:
+    """The configured model with its weights, or `layers` of its layers (of K3's, without one) with random weights."""
+    if layers is None:
+        folder = resolve_model(settings.model_ref)
+        config = ModelConfig.from_dir(folder)
+
+        def load(place: torch.device, kind: torch.dtype, window: int) -> K3Model:
+            return load_model(folder, device=place, dtype=kind, window=window).model
+
+        return Subject(folder.resolve().name, config, config, load)
+    folder, whole = configuration(settings.model or "k3")
+    part = slice_config(whole, layers)
+
+    def make(place: torch.device, kind: torch.dtype, window: int) -> K3Model:
+        return random_model(part, place, kind, window)
+
+    name = "k3" if folder == K3_SHAPE else folder.resolve().name
+    return Subject(f"{name}, slice of {layers} layers, random weights", whole, part, make)
+
+
+def rungs(ask: Ask, config: ModelConfig, cuda: bool) -> tuple[int, ...]:
+    """Depths to measure at, ascending. UsageError beyond the context."""
+    if ask.depths is not None:
+        found = tuple(sorted(set(ask.depths)))
+    elif ask.top is not None:
+        found = (*(rung for rung in RUNGS if rung < ask.top), ask.top)
+    else:
+        found = tuple(rung for rung in RUNGS if rung <= (GPU_DEPTH if cuda else CPU_DEPTH))
+    if found[-1] > config.context_limit:
+        raise UsageError(f"a depth of {found[-1]:,} tokens", f"at most the model's limit of {config.context_limit:,}")
+    return found
+
+
+def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None]) -> Iterator[Row]:
+    """The run's conditions as the first row, then every row as it is finished. tell: one line for people."""
+    settings, config = ask.settings, what.config
+    place, _ = choose_device(settings.device)
+    kind = choose_dtype(settings.dtype, place, config)[0]
+    cuda = place.type == "cuda"
+    tokens = ask.prompt or (GPU_PROMPT if cuda else PREFILL_CHUNK)
+    window = settings.window or DEFAULT_WINDOW
+    plan = Plan(
+        depths=rungs(ask, config, cuda),
+        prompt=tokens,
+        windows=tuple(n for n in WINDOWS if n <= window),
+        chunk=PREFILL_CHUNK,
+        cold=ask.cold,
+    )
+    room = max(tokens, max(plan.windows) * (plan.steps + 3))
+    if plan.depths[-1] + room > config.context_limit:
+        # The deepest cells use the last tokens that fit.
+        plan = dataclasses.replace(plan, depths=(*plan.depths[:-1], config.context_limit - room))
+    planned = planned_peak(config, kind, place, plan.chunk, tell)
+    model = what.build(place, kind, window)
+    limits = ceilings(place, kind)
+    run = run_row(
+        model=what.name,
+        config=hashlib.sha256(repr(dataclasses.astuple(config)).encode()).hexdigest()[:16],
+        layers=len(config.layers),
+        device=device_name(place),
+        dtype=str(kind).removeprefix("torch."),
+        window=window,
+        chunk=plan.chunk,
+        cache="cold" if ask.cold else "warm",
+        kernels=model.kernels,
+        bandwidth=limits[0],
+        matrix_rate=limits[1],
+    )
+    results = Results.open(run, file)
+    yield run
+    ladder = Ladder(model, config, plan, limits)
+    for row in ladder.climb(results):
+        yield row
+        if row.get("tokens") == plan.windows[-1] and row["row"] in ("decode", "verify") and "error" not in row:
+            yield from _behind(ladder, results, what, row["depth"], settings.home if ask.stored else None)
+    if results.done(row="memory") is None:
+        note = "" if cuda else "the peak is the whole process's"
+        yield results.add({"row": "memory", "planned": planned, "peak": peak(place), "note": note})
+
+
+def _behind(ladder: Ladder, results: Results, what: Subject, depth: int, home: Path | None) -> Iterator[Row]:
+    """Behind the last step of a depth: shares, what follows for the whole model, save and restore."""
+    if results.done(row="shares", depth=depth) is None:
+        ids = torch.randint(0, what.config.vocab, (1,)).to(ladder.model.device)
+        cell = {"row": "shares", "depth": depth, "tokens": 1}
+        try:
+            found = shares(ladder.model, ladder.state, ids)
+        except RuntimeError as problem:
+            yield results.add({**cell, "error": str(problem)})
+        else:
+            yield results.add({**cell, **found})
+            step = results.done(row="decode", depth=depth, tokens=1)
+            if step is not None and len(what.config.layers) < len(what.whole.layers):
+                whole = derive(what.whole, what.config, step["seconds"], found["shares"])
+                yield results.add({**cell, "row": "whole", **whole})
+    if home is not None and depth and results.done(row="restore", depth=depth) is None:
+        try:
+            saved, restored = save_and_restore(ladder.model, ladder.state, home)
+        except Exception as problem:  # whatever the disk says belongs into the table
+            yield results.add({"row": "save", "depth": depth, "error": f"{type(problem).__name__}: {problem}"})
+        else:
+            yield results.add({"row": "save", "depth": depth, **saved})
+            yield results.add({"row": "restore", "depth": depth, **restored})
+
+
+def planned_peak(
+    config: ModelConfig, kind: torch.dtype, place: torch.device, chunk: int, tell: Callable[[str], None]
+) -> int:
+    """Bytes that weights, pool and the widest step will take; FitError before anything is made when they don't fit."""
+    weights = sum(entry.loaded for entry in weigh(config, kind))
+    free = available_memory(place)
+    told = "unknown" if free is None else f"{free / 1e9:.1f} GB"
+    if free is not None and weights > free:
+        raise FitError(
+            f"the weights take {weights / 1e9:.1f} GB on {place}, {told} are free", "room", "a lower --slice"
+        )
+    geometry = Geometry.of(config, 512, kind)
+    pool = granules_for(config, geometry, None if free is None else free - weights, kind) * geometry.granule
+    need = weights + pool + workspace(config, kind, chunk)
+    tell(f"plan: weights {weights / 1e9:.2f} GB, state pool {pool / 1e9:.2f} GB, peak {need / 1e9:.2f} of {told} free")
+    return need
+
+
+def peak(place: torch.device) -> int:
+    """Most bytes allocated on the device; on a CPU the process's largest resident size."""
+    if place.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(place))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def device_name(place: torch.device) -> str:
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def operators(file: Path | None) -> Iterator[Row]:
+    """Every operator at K3's shapes against its floor, and against its peer where that is installed."""
+    if not torch.cuda.is_available():
+        raise UsageError("--kernels without a CUDA device", "one: on a CPU only the reference runs, which is no kernel")
+    from k3_kernels.bench.rows import rows
+    from k3_kernels.select import for_device
+
+    limits = ceilings(torch.device("cuda", 0), torch.bfloat16)
+    run = run_row(
+        model="operators at K3's shapes",
+        config="",
+        device=device_name(torch.device("cuda", 0)),
+        dtype="bfloat16",
+        window=8,
+        chunk=0,
+        cache="cold",
+        kernels=for_device("cuda").reason,
+        bandwidth=limits[0],
+        matrix_rate=limits[1],
+    )
+    results = Results.open(run, file)
+    yield run
+    for found in rows(limits, lambda op, shape: results.done(row="kernel", op=op, shape=shape) is not None):
+        yield results.add({"row": "kernel", **found})
