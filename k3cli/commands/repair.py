@@ -18,7 +18,8 @@ def command(
 ) -> None:
     """Move damaged files into quarantine, let each session fall back to what is good, and list what is lost.
 
-    Deletes nothing. Sessions whose file was lost come back as recovered-ID, as far as their turns are whole.
+    Deletes nothing. Whole turns that no session reaches any more come back as sessions recovered-ID. What a newer
+    version wrote, or what may not be read, is left alone.
     """
     from k3cli.commands.runtime import open_store
     from k3cli.config import load_settings
@@ -30,17 +31,22 @@ def command(
         printer.line(f"quarantine {path}")
     for entry in report.sessions:
         printer.event("repaired", **asdict(entry))
-        moved = entry.head_before != entry.head_after
-        head = f"back to turn {short_id(entry.head_after)}" if moved else "all turns kept"
+        head = "all turns kept"
+        if entry.lost_turns:
+            head = f"back to turn {short_id(entry.head_after)}, {', '.join(map(short_id, entry.lost_turns))} lost"
         lost = ", ".join(f"{position:,}" for position in entry.lost_checkpoints) or "none"
         printer.line(f"session {entry.name}: {head}; checkpoints lost at {lost}; resumes from {entry.boundary:,}")
     for name in report.recovered:
         printer.event("recovered", name=name)
-        printer.line(f"session {name}: recovered from turns whose session file was lost")
+        printer.line(f"session {name}: recovered from turns that no session reached any more")
     for name in report.lost:
         printer.event("lost", name=name)
-        printer.line(f"session {name}: nothing readable is left")
-    if not (report.quarantined or report.sessions or report.recovered or report.lost):
+        way = "" if name.startswith("?") else f"; k3 rm {name} forgets it, and until then k3 gc removes no object"
+        printer.line(f"session {name}: nothing readable is left{way}")
+    for name, why in report.untouched:
+        printer.event("untouched", name=name, why=why)
+        printer.line(f"session {name}: left alone, for it could not be judged: {why}")
+    if not (report.quarantined or report.sessions or report.recovered or report.lost or report.untouched):
         printer.notice("nothing to repair")
     elif dry_run:
         printer.notice("nothing was changed (--dry-run)")
@@ -50,4 +56,5 @@ def command(
         repaired=len(report.sessions),
         recovered=len(report.recovered),
         lost=len(report.lost),
+        untouched=len(report.untouched),
     )

@@ -15,13 +15,15 @@ def command(
     json: opt.Json = False,
 ) -> None:
     """Delete sessions. What no other session needs is freed at once; forks stay whole."""
-    from k3cli.commands.runtime import open_store, require_session
+    from k3cli.commands.runtime import open_store
     from k3cli.config import load_settings
 
     printer = Printer(json=json)
     store = open_store(load_settings())
     for name in names:
-        require_session(store, name)
+        store.catalog.ref(
+            name
+        )  # all names are looked up before anything goes; a session too damaged to show can go too
     for name in dict.fromkeys(names):
         report = store.remove(name)
         printer.notice(f"removed session {name}: {human_bytes(report.bytes)} freed")

@@ -3,7 +3,7 @@
 This package never imports torch and knows nothing of models; see sessions/README.md for promises and formats.
 """
 
-from k3_sessions.checking import Problem, RepairReport, SessionRepair, VerifyReport
+from k3_sessions.checking import Problem, VerifyReport
 from k3_sessions.config import StoreConfig, ThinningPolicy
 from k3_sessions.errors import (
     BadDraft,
@@ -24,6 +24,7 @@ from k3_sessions.errors import (
 )
 from k3_sessions.identity import layout_digest
 from k3_sessions.portable import ExportReport, ImportReport
+from k3_sessions.repairing import RepairReport, SessionRepair
 from k3_sessions.room import SessionUsage, TreeUsage, Usage
 from k3_sessions.store import Store
 from k3_sessions.types import (

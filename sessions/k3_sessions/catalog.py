@@ -18,13 +18,13 @@ MAX_NAME = 100
 _EXTRA = set("._-+=@")
 
 
-def check_name(name: str) -> str:
-    """The name in its one spelling (NFC). Raises BadName."""
+def check_name(name: str, what: str = "session name") -> str:
+    """The name in its one spelling (NFC). `what` it names, for the refusal. Raises BadName."""
     spelled = unicodedata.normalize("NFC", name)
     good = all(c.isalnum() or c in _EXTRA for c in spelled) and spelled[:1].isalnum()
     if not good or len(spelled) > MAX_NAME:
         raise BadName(
-            f"session name {name[:MAX_NAME]!r}",
+            f"{what} {name[:MAX_NAME]!r}",
             f"at most {MAX_NAME} letters, digits and {' '.join(sorted(_EXTRA))}, beginning with a letter or digit",
         )
     return spelled
@@ -79,8 +79,13 @@ class Catalog:
 
     def refs(self) -> tuple[list[Ref], list[Session]]:
         """Every readable ref by name, and one entry with `error` set for each that is not."""
+        good, faults = self.refs_and_faults()
+        return good, [Session(name=f"?{path[5:13]}", error=str(error)) for path, error in faults]
+
+    def refs_and_faults(self) -> tuple[list[Ref], list[tuple[str, StoreError]]]:
+        """Every readable ref by name, and the path of each other file among them with what is wrong."""
         good: list[Ref] = []
-        broken: list[Session] = []
+        faults: list[tuple[str, StoreError]] = []
         with os_errors("listing the sessions"):
             names = self._fs.names("refs")
         for file in names:
@@ -88,6 +93,9 @@ class Catalog:
                 continue
             path = f"refs/{file}"
             try:
+                info = self._fs.info(path)
+                if info is not None and info.kind != "file":
+                    raise Damaged(f"{path} is not a regular file", "a session's ref", REPAIR, object=path)
                 with os_errors("reading a session"):
                     data = self._fs.read(path)
                 ref = read_ref(data, path)
@@ -96,8 +104,8 @@ class Catalog:
                 good.append(ref)
             except StoreError as error:
                 if self._fs.info(path) is not None:
-                    broken.append(Session(name=f"?{file[:8]}", error=str(error)))
-        return sorted(good, key=lambda ref: ref.name), broken
+                    faults.append((path, error))
+        return sorted(good, key=lambda ref: ref.name), faults
 
     def turn(self, key: str) -> TurnRecord:
         """A turn by its full id. Raises Damaged."""

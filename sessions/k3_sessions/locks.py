@@ -16,8 +16,11 @@ import orjson
 from k3_sessions.catalog import file_id
 from k3_sessions.common import now
 from k3_sessions.config import StoreConfig
-from k3_sessions.errors import SessionLocked, StoreBusy, os_errors
+from k3_sessions.errors import BadName, SessionExists, SessionLocked, SessionMissing, StoreBusy, os_errors
 from k3_sessions.fs import FileSystem
+
+_REFUSALS = (BadName, SessionExists, SessionLocked, SessionMissing, StoreBusy)
+"""Errors after which nothing was begun."""
 
 
 class Locks:
@@ -53,9 +56,10 @@ class Locks:
             yield
 
     @contextmanager
-    def changing_refs(self) -> Iterator[None]:
+    def changing_refs(self, wait: float | None = None) -> Iterator[None]:
         """One process at a time reads a ref, changes it and writes it back."""
-        with self._lock("locks/refs", shared=False, wait=self.config.lock_wait_seconds, what="refs were locked"):
+        wait = self.config.lock_wait_seconds if wait is None else wait
+        with self._lock("locks/refs", shared=False, wait=wait, what="refs were locked"):
             yield
 
     def lock_session(self, name: str) -> Any:
@@ -84,25 +88,33 @@ class Locks:
             host=host,
         )
 
-    def unlock_session(self, lock: Any, *, clean: bool) -> None:
-        """Give a session back. clean: nothing unfinished stays behind on disk."""
+    def unlock_session(self, name: str, lock: Any, *, clean: bool) -> None:
+        """Give a session back. clean: nothing unfinished stays behind on disk.
+
+        One that is not there (never committed, removed, renamed, asked for by a wrong name) leaves no lock file.
+        """
         try:
             if clean:
-                with suppress(OSError):  # the note only saves the next writer a look round
+                with suppress(OSError):  # neither the note nor an empty file harms anyone: `gc` removes them
                     self.fs.note(lock, b"")
+                    if self.fs.info(f"refs/{file_id(name)}") is None:
+                        self.fs.remove(f"locks/{file_id(name)}")
         finally:
             self.fs.unlock(lock)
 
     @contextmanager
     def owning(self, *names: str) -> Iterator[None]:
         """The writer's locks of sessions that nobody else may write meanwhile."""
-        locks: list[Any] = []
+        locks: list[tuple[str, Any]] = []
         clean = False
         try:
             for name in sorted(set(names)):
-                locks.append(self.lock_session(name))
+                locks.append((name, self.lock_session(name)))
             yield
             clean = True
+        except _REFUSALS:
+            clean = True
+            raise
         finally:
-            for lock in locks:
-                self.unlock_session(lock, clean=clean)
+            for name, lock in locks:
+                self.unlock_session(name, lock, clean=clean)

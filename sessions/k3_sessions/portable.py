@@ -58,6 +58,8 @@ class ImportReport:
 def export(store: Store, name: str, file: str | os.PathLike[str]) -> ExportReport:
     """See Store.export."""
     target = Path(file).expanduser().absolute()
+    if not target.parent.is_dir():
+        raise BadName(f"folder {target.parent} does not exist", "a new file in a folder that does")
     with os_errors(f"writing {file}"):
         out = RealFS(target.parent, create=False)
         if out.info(target.name) is not None:
@@ -109,12 +111,15 @@ def _head(ref: Ref, need: dict[str, int]) -> tuple[bytes, bytes]:
 
 def import_(store: Store, file: str | os.PathLike[str], name: str | None) -> ImportReport:
     """See Store.import_."""
-    source = Path(file).expanduser().absolute()
+    source = Path(file).expanduser().resolve()
+    if not source.is_file():
+        what = "is a folder" if source.is_dir() else "is no regular file" if source.exists() else "does not exist"
+        raise BadName(f"{file} {what}", "a file made by `k3 export`")
     with os_errors(f"reading {file}"):
         folder = RealFS(source.parent, create=False)
         info = folder.info(source.name)
-        if info is None or info.kind != "file":
-            raise BadName(f"no file {file}", "a file made by `k3 export`")
+        if info is None:
+            raise BadName(f"{file} does not exist", "a file made by `k3 export`")
         prefix = folder.read(source.name, 0, 16)
     size = int.from_bytes(prefix[8:16], "little")
     if prefix[:8] != MAGIC or not 0 < size <= min(LIMIT_HEAD, info.size):
@@ -131,7 +136,7 @@ def import_(store: Store, file: str | os.PathLike[str], name: str | None) -> Imp
     written: list[str] = []
     with store.owning(new):
         if store.exists(new):
-            raise SessionExists(f"session {new} exists", do="import it under another name")
+            raise SessionExists(f"session {new} exists", do="import it under another name with `--name NEW`")
         room.make(store, end, new)
         try:
             with store.using():

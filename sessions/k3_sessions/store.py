@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from k3_sessions import checking, portable, prefix, restoring, room, upkeep
+from k3_sessions import checking, portable, prefix, repairing, restoring, room, upkeep
 from k3_sessions.blobs import TEMP_PREFIX, Blobs, write_file
 from k3_sessions.catalog import Catalog, check_name, file_id
 from k3_sessions.common import check_json, now
@@ -87,15 +87,18 @@ class Store(Locks):
         # FORMAT is written last: until it is there, the folder counts as empty.
         for folder in FOLDERS:
             fs.make_dir(folder)
-        for lock in ("store", "refs"):
-            # Made now, so that readers of a store that later turns read-only can still take it.
-            held = fs.lock(f"locks/{lock}", shared=True, wait=1.0)
-            if held is not None:
-                fs.unlock(held)
-        # The folders must be on disk first: a FORMAT without them would be a store that cannot be written.
-        fs.sync_dir("")
-        write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
-        fs.sync_dir("")
+        # Made now, so that readers of a store that later turns read-only can still take them. Held while FORMAT is
+        # written, so that a process that is through already does not collect the unfinished file.
+        held = [fs.lock(f"locks/{lock}", shared=True, wait=1.0) for lock in ("store", "refs")]
+        try:
+            # The folders must be on disk first: a FORMAT without them would be a store that cannot be written.
+            fs.sync_dir("")
+            write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
+            fs.sync_dir("")
+        finally:
+            for lock in held:
+                if lock is not None:
+                    fs.unlock(lock)
 
     def pool(self) -> ThreadPoolExecutor:
         """Workers for encoding, hashing and disk; a few more than cores, since some wait for the disk."""
@@ -212,7 +215,7 @@ class Store(Locks):
             upkeep.sweep_leftovers(self)
             return SessionWriter(self, name, lock, ref, identity, layout, dict(fixed or {}), dict(meta or {}))
         except BaseException:
-            self.unlock_session(lock, clean=True)
+            self.unlock_session(name, lock, clean=True)
             raise
 
     def plan(self, turn_id: str, identity: Identity, layout: StateLayout, *, upto: int | None = None) -> RestorePlan:
@@ -315,12 +318,10 @@ class Store(Locks):
         return self.catalog.session(ref)
 
     def drop_ref(self, name: str) -> None:
-        """Remove a ref and its lock file; the caller holds the session's lock and `changing_refs`."""
+        """Remove a ref; the caller holds the session's lock, whose file goes with it, and `changing_refs`."""
         with os_errors(f"removing session {name}"):
             self.fs.remove(f"refs/{file_id(check_name(name))}")
             self.fs.sync_dir("refs")
-            if self.fs.info(f"locks/{file_id(check_name(name))}") is not None:
-                self.fs.remove(f"locks/{file_id(check_name(name))}")
 
     def remove(self, name: str) -> upkeep.RemoveReport:
         """Delete a session and, at once, every object nothing else needs. Raises SessionLocked while it is written."""
@@ -328,7 +329,7 @@ class Store(Locks):
 
     def mark(self, name: str, turn_id: str, label: str) -> Session:
         """Name a turn; its checkpoint, if it still has one, is never thinned or evicted. Labels move if used again."""
-        if check_name(label).removeprefix("-").isdigit():
+        if (label := check_name(label, "mark")).removeprefix("-").isdigit():
             raise BadName(f"mark {label!r}", "a name that is not a number")
         with self.changing_refs():
             ref = self.catalog.ref(name)
@@ -343,7 +344,12 @@ class Store(Locks):
         with self.changing_refs():
             ref = self.catalog.ref(name)
             if label not in ref.marks:
-                raise BadName(f"session {name} has no mark {label!r}", ", ".join(sorted(ref.marks)) or "none is set")
+                marks = ", ".join(sorted(ref.marks))
+                raise BadName(
+                    f"session {name} has no mark {label!r}",
+                    f"one of {marks}" if marks else None,
+                    None if marks else f"it has none; `k3 mark {name} LABEL` sets one",
+                )
             ref = replace(ref, marks={key: turn for key, turn in ref.marks.items() if key != label}, updated=now())
             self.save_ref(ref)
         return self.catalog.session(ref)
@@ -371,9 +377,9 @@ class Store(Locks):
         """Check every object the sessions (default: all) need, through the reader a restore uses. Changes nothing."""
         return checking.verify(self, names)
 
-    def repair(self, *, dry_run: bool = False) -> checking.RepairReport:
+    def repair(self, *, dry_run: bool = False) -> repairing.RepairReport:
         """Move damaged files into quarantine and let each session fall back to what is good. Deletes nothing."""
-        return checking.repair(self, dry_run=dry_run)
+        return repairing.repair(self, dry_run=dry_run)
 
     def export(self, name: str, file: str | os.PathLike[str]) -> portable.ExportReport:
         """Write a session, with everything it needs, into one new file. Raises BadName if the file exists."""

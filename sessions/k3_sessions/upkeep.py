@@ -154,7 +154,7 @@ def sweep_leftovers(store: Store) -> int:
     if store.swept and not store.crashed:
         return 0
     try:
-        with store.alone(wait=0.0):
+        with store.alone(wait=0.0), store.changing_refs(wait=0.0):
             unfinished = any(path.rpartition("/")[2].startswith(TEMP_PREFIX) for path, _ in files(store))
             removed = len(_collect(store, dry_run=False).removed) if unfinished or store.crashed else 0
     except (StoreError, OSError):
@@ -166,7 +166,8 @@ def sweep_leftovers(store: Store) -> int:
 
 def gc(store: Store, *, dry_run: bool) -> GcReport:
     """See Store.gc."""
-    with store.alone():
+    # Refs too: an unfinished ref may belong to a process that is writing it right now.
+    with store.alone(), store.changing_refs():
         return _collect(store, dry_run=dry_run)
 
 

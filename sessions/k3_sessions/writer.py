@@ -97,7 +97,7 @@ class SessionWriter:
     def close(self) -> None:
         """Release the session. Turns that could not be stored are lost with the process that holds them."""
         if self._lock is not None:
-            self._store.unlock_session(self._lock, clean=not self._waiting)
+            self._store.unlock_session(self.name, self._lock, clean=not self._waiting)
             self._lock = None
 
     def __enter__(self) -> SessionWriter:

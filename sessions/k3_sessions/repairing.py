@@ -1,0 +1,194 @@
+"""Setting aside what is broken: proven bad files move into quarantine, and each session falls back to what is good.
+
+Deletes nothing, and touches no session of which something could not be judged: files of a newer version, or ones this
+user may not read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from k3_sessions import upkeep
+from k3_sessions.blobs import path_of
+from k3_sessions.catalog import check_name
+from k3_sessions.checking import Findings, inspect
+from k3_sessions.common import new_tree, now
+from k3_sessions.errors import StoreError, os_errors
+from k3_sessions.objects import Kind
+from k3_sessions.records import Kept, Ref, TurnRecord
+
+if TYPE_CHECKING:
+    from k3_sessions.store import Store
+
+
+@dataclass(frozen=True)
+class SessionRepair:
+    """What one session lost. head_before and head_after differ where turns could not be read any more.
+
+    lost_checkpoints: positions that can no longer be restored. boundary: the newest position that can, 0 if none.
+    lost_turns: ids of the turns after head_after that are known by name, newest first; the last one is where the chain
+    broke, and turns before that one may be lost as well.
+    """
+
+    name: str
+    head_before: str
+    head_after: str
+    lost_checkpoints: tuple[int, ...]
+    boundary: int
+    lost_turns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """quarantined: files set aside, by their old path. recovered: sessions rebuilt from turns no session reached any
+    more. lost: sessions of which nothing readable is left. untouched: sessions and refs that could not be judged, each
+    with the reason. All of it is only foretold when `dry_run`.
+    """
+
+    dry_run: bool
+    quarantined: tuple[str, ...]
+    sessions: tuple[SessionRepair, ...]
+    recovered: tuple[str, ...]
+    lost: tuple[str, ...]
+    untouched: tuple[tuple[str, str], ...] = ()
+
+
+def repair(store: Store, *, dry_run: bool) -> RepairReport:
+    """See Store.repair."""
+    with store.alone(), store.changing_refs():
+        findings, refs, _ = inspect(store, None)
+        broken = sorted(path for path in findings.wrong if path.startswith("refs/"))
+        moved = sorted(path for path in findings.wrong if store.fs.info(path) is not None)
+        untouched = {
+            name: what for path, what in sorted(findings.unsure.items()) for name in sorted(findings.needs[path])
+        }
+        repaired: list[SessionRepair] = []
+        lost: list[str] = []
+        survivors: list[Ref] = []
+        for ref in refs:
+            after = ref if ref.name in untouched else _fall_back(findings, ref)
+            if after is None:
+                lost.append(ref.name)
+                continue
+            survivors.append(after)
+            if after != ref:
+                repaired.append(_told(findings, ref, after))
+                if not dry_run:
+                    store.save_ref(after)
+        fell = broken or lost or any(entry.lost_turns for entry in repaired)
+        found = _orphans(store, findings, survivors) if fell else []
+        if not dry_run:
+            with os_errors("setting damaged files aside"):
+                for path in moved:
+                    store.fs.replace(path, f"quarantine/{path.replace('/', '-')}.{secrets.token_hex(4)}")
+                store.fs.sync_dir("quarantine")
+            for ref in found:
+                store.save_ref(ref)
+            store.blobs.bad.clear()
+            store.catalog.forget(upkeep.object_id(path) for path in moved)
+        names = tuple(ref.name for ref in found)
+        gone = (*lost, *(f"?{path[5:13]}" for path in broken))
+        return RepairReport(dry_run, tuple(moved), tuple(repaired), names, gone, tuple(untouched.items()))
+
+
+def _boundary_good(findings: Findings, turn: TurnRecord, path: Sequence[TurnRecord]) -> bool:
+    blobs = [page.blob for page in findings.catalog.pages(path)] + list(turn.checkpoint)
+    return all(path_of(blob.id) not in findings.wrong for blob in blobs)
+
+
+def _readable(findings: Findings, key: str) -> list[TurnRecord] | None:
+    """The turns up to `key`, or None if one of them is damaged."""
+    try:
+        path = findings.catalog.path(key)
+        findings.catalog.root(path[0].root)
+    except StoreError:
+        return None
+    return None if any(path_of(turn.id) in findings.wrong for turn in path) else path
+
+
+def _fall_back(findings: Findings, ref: Ref) -> Ref | None:
+    """The ref with what is still good: its head if its turns are whole, else the longest branch it names that is."""
+    keep: list[Kept] = []
+    for entry in ref.keep:
+        path = _readable(findings, entry.turn)
+        if path is not None and _boundary_good(findings, path[-1], path):
+            keep.append(entry)
+    marks = {label: turn for label, turn in ref.marks.items() if _readable(findings, turn) is not None}
+    head = ref.head
+    if _readable(findings, head) is None:
+        paths = (_readable(findings, turn) for turn in (*(entry.turn for entry in ref.keep), *marks.values()))
+        known = [path for path in paths if path is not None]
+        if not known:
+            return None
+        head = max(known, key=lambda path: (path[-1].total, len(path)))[-1].id
+    if (head, tuple(keep), marks) == (ref.head, ref.keep, dict(ref.marks)):
+        return ref
+    return replace(ref, head=head, keep=tuple(keep), marks=marks, updated=now())
+
+
+def _told(findings: Findings, ref: Ref, after: Ref) -> SessionRepair:
+    staying = {entry.turn for entry in after.keep}
+    still = {turn.id for turn in findings.catalog.path(after.head)}
+    lost: list[str] = []
+    current: str | None = ref.head
+    while current is not None and current not in still:
+        lost.append(current)
+        try:
+            current = findings.catalog.turn(current).parent
+        except StoreError:
+            break
+    return SessionRepair(
+        name=ref.name,
+        head_before=ref.head,
+        head_after=after.head,
+        lost_checkpoints=tuple(entry.position for entry in ref.keep if entry.turn not in staying),
+        boundary=max((entry.position for entry in after.keep), default=0),
+        lost_turns=tuple(lost),
+    )
+
+
+def _orphans(store: Store, findings: Findings, refs: Sequence[Ref]) -> list[Ref]:
+    """New refs for the ends of branches no readable session reaches: what is left where a ref or a turn was lost."""
+    reached: set[str] = set()
+    for ref in refs:
+        with suppress(StoreError):  # one that could not be judged
+            reached.update(turn.id for turn in findings.catalog.path(ref.head))
+    found: dict[str, TurnRecord] = {}
+    for path, _ in upkeep.files(store):
+        key = upkeep.object_id(path)
+        if key and key not in reached and _is_turn(store, path):
+            turns = _readable(findings, key)
+            if turns is not None:
+                found[key] = turns[-1]
+    parents = {turn.parent for turn in found.values()}
+    made: list[Ref] = []
+    for key in sorted(set(found) - parents):
+        turns = findings.catalog.path(key)
+        keep = tuple(
+            Kept(turn.id, turn.position, turn.prefix)
+            for number, turn in enumerate(turns)
+            if turn.checkpoint and _all_there(store, findings, turns[: number + 1])
+        )
+        stamp = now()
+        name = check_name(f"recovered-{key[:12]}")
+        made.append(Ref(name, turns[0].root, new_tree(), stamp, stamp, key, keep))
+    return made
+
+
+def _is_turn(store: Store, path: str) -> bool:
+    try:
+        return store.fs.read(path, 10, 2) == Kind.TURN.to_bytes(2, "little")
+    except OSError:
+        return False
+
+
+def _all_there(store: Store, findings: Findings, path: Sequence[TurnRecord]) -> bool:
+    try:
+        blobs = [page.blob for page in findings.catalog.pages(path)] + list(path[-1].checkpoint)
+    except StoreError:
+        return False
+    return all(path_of(blob.id) not in findings.wrong and not store.blobs.check(blob) for blob in blobs)
