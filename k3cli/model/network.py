@@ -37,7 +37,11 @@ products costs more than it saves, and much more when other programs use the cor
 
 
 class K3Model:
-    """A loaded network on one device. What a sequence needs is in its `State`; all states of a model share one pool."""
+    """A loaded network on one device. What a sequence needs is in its `State`; all states of a model share one pool.
+
+    tap_layers: 0-based layers, ascending, behind which the residual stream is handed out with every evaluated token; to
+    be set before the first step.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class K3Model:
         self.device = device
         self.dtype = dtype
         self.window = window
+        self.tap_layers: tuple[int, ...] = ()
         self.act: Activation = Swiglu() if config.situ is None else Situ(*config.situ)
         self._layout = state_layout(config, dtype)
         small = sum(sink.nbytes for sink in weights.sinks().values()) < SERIAL_WEIGHTS
@@ -103,11 +108,19 @@ class K3Model:
         return state if state.begin_with(ids) else None
 
     @torch.no_grad()
-    def prefill(self, ids: Tensor, state: State, *, logits: Literal["all", "last", "none"] = "last") -> Tensor | None:
+    def prefill(
+        self,
+        ids: Tensor,
+        state: State,
+        *,
+        logits: Literal["all", "last", "none"] = "last",
+        taps: list[Tensor] | None = None,
+    ) -> Tensor | None:
         """Evaluates one chunk of T >= 0 tokens, int64 [T], and advances the state by T once all of it is computed.
 
         Returns fp32 logits [T, V] ("all"), [V] ("last"), or None ("none", or T = 0). The bits depend on how a sequence
         is cut into chunks: the caller cuts at fixed absolute positions. Raises FitError when the pool is full.
+        taps: [T, taps D] of these tokens is appended to it.
         """
         T = ids.numel()
         if T == 0:
@@ -125,7 +138,8 @@ class K3Model:
                 self.config.kda.gate_lower_bound,
                 self.config.norm_eps,
             )
-            hidden = self._layers(ids.to(self.device), now)
+            seen: list[Tensor] = []
+            hidden = self._layers(ids.to(self.device), now, seen)
         except BaseException:
             self.pool.release_slot(target)
             raise
@@ -134,6 +148,8 @@ class K3Model:
             found = F.linear(hidden, self.weights.head).float()
         elif logits == "last":
             found = F.linear(hidden[-1:], self.weights.head).float()[0]
+        if taps is not None and seen:
+            taps.append(torch.cat(seen, -1))
         state.advance(ids, target)
         return found
 
@@ -170,25 +186,29 @@ class K3Model:
         finally:
             steps.eager = before
 
-    def _logits(self, ids: Tensor, now: Pass) -> Tensor:
-        hidden = self._layers(ids, now)
+    def _logits(self, ids: Tensor, now: Pass) -> tuple[Tensor, Tensor | None]:
+        """(fp32 logits [T, V], taps [T, taps D] if there are any)."""
+        seen: list[Tensor] = []
+        hidden = self._layers(ids, now, seen)
         with _marked("head"):
-            return F.linear(hidden, self.weights.head).float()
+            return F.linear(hidden, self.weights.head).float(), torch.cat(seen, -1) if seen else None
 
-    def _layers(self, ids: Tensor, now: Pass) -> Tensor:
-        """Embedding to final norm: [T] -> [T, D]."""
+    def _layers(self, ids: Tensor, now: Pass, seen: list[Tensor]) -> Tensor:
+        """Embedding to final norm: [T] -> [T, D]. seen: takes the residual stream behind each tapped layer."""
         block = self.config.attn_res_block
         x = F.embedding(ids, self.weights.embed)
-        return self._plain(x, now) if block is None else self._mixed(x, now, block)
+        return self._plain(x, now, seen) if block is None else self._mixed(x, now, block, seen)
 
-    def _plain(self, x: Tensor, now: Pass) -> Tensor:
+    def _plain(self, x: Tensor, now: Pass, seen: list[Tensor]) -> Tensor:
         eps = self.config.norm_eps
         for i, layer in enumerate(self.weights.layers):
             x = x + self._attention(i, rms_norm(x, layer.attn_norm, eps), now)
             x = x + self._mlp(i, rms_norm(x, layer.mlp_norm, eps), now)
+            if i in self.tap_layers:
+                seen.append(x)
         return rms_norm(x, self.weights.norm, eps)
 
-    def _mixed(self, x: Tensor, now: Pass, block: int) -> Tensor:
+    def _mixed(self, x: Tensor, now: Pass, block: int, seen: list[Tensor]) -> Tensor:
         """Attention residuals: `slab` holds the snapshots and behind them the running prefix."""
         eps = self.config.norm_eps
         count = -(-len(self.weights.layers) // block)
@@ -204,6 +224,8 @@ class K3Model:
                     h = attnres.mix_norm(slab[: top + 1], layer.attn_mix.query, layer.attn_norm, eps, eps, more)
                 else:
                     h = rms_norm(slab[0], layer.attn_norm, eps)
+            if i - 1 in self.tap_layers:  # whole only now that the last sublayer's part was added
+                seen.append(slab[top].clone())
             fresh = i % block == 0
             if fresh:  # the raw prefix becomes a snapshot and a new prefix starts from nothing
                 top += 1
@@ -215,7 +237,10 @@ class K3Model:
             more = self._mlp(i, h, now)
         assert self.weights.mix is not None
         with _marked("mix"):
-            return attnres.mix_norm(slab[: top + 1], self.weights.mix.query, self.weights.norm, eps, eps, more)
+            x = attnres.mix_norm(slab[: top + 1], self.weights.mix.query, self.weights.norm, eps, eps, more)
+        if len(self.weights.layers) - 1 in self.tap_layers:
+            seen.append(slab[top].clone())
+        return x
 
     def _attention(self, index: int, x: Tensor, now: Pass) -> Tensor:
         weights, place = self.weights.layers[index].attention, self._place[index]

@@ -20,12 +20,16 @@ from k3cli.model.passes import Window
 from k3cli.model.pool import Pool
 from k3cli.model.state import State
 
+Result = tuple[Tensor, Tensor | None]
+"""fp32 logits [W, V], and taps [W, taps D] when layers are tapped."""
+
 
 @dataclass(eq=False)
 class WindowLog:
     """What `verify` leaves for `commit`: whose window it is. Good until the next step of the same state.
 
     used: its state has taken rows of it. kept: a copy of its rows, made when another state was verified in between.
+    taps [rows, taps D]: residual streams behind the tapped layers, None without such layers.
     """
 
     state: State
@@ -33,6 +37,7 @@ class WindowLog:
     rows: int
     used: bool = False
     kept: StepLog | None = None
+    taps: Tensor | None = None
 
 
 class Stepper:
@@ -48,10 +53,10 @@ class Stepper:
         max_pages: int,
         layers: list[StepWeights],
         stack: StepWeights | None,
-        forward: Callable[[Tensor, Window], Tensor],
+        forward: Callable[[Tensor, Window], Result],
         eager: str,
     ) -> None:
-        """forward: (ids int64 [W], pass) -> fp32 logits [W, V]. layers, stack: KDA weights by layer and together."""
+        """forward: (ids int64 [W], pass) -> `Result` of W slots. layers, stack: KDA weights by layer and together."""
         device = pool.arena.device
         self.eager = eager
         self.table = torch.zeros(max_pages, dtype=torch.int32, device=device)
@@ -68,7 +73,7 @@ class Stepper:
         self._active: weakref.ref[State] | None = None
         self._tabled: tuple[weakref.ref[State], int] | None = None
         self._last: weakref.ref[WindowLog] | None = None
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Result]] = {}
         self._warm: set[int] = set()
         self._graph_pool: Any = None
 
@@ -91,18 +96,19 @@ class Stepper:
         self._set(ids, start, state)
         # From here on the accepted rows are being replayed: a step that fails leaves a state that is neither.
         state.torn = True
-        logits = self._run(n)
+        logits, taps = self._run(n)
         state.torn, state.accepted = False, 0
-        log = WindowLog(state, start, n)
+        log = WindowLog(state, start, n, taps=None if taps is None else self._timed(taps, start % W, n))
         self._last = weakref.ref(log)
-        first = start % W
-        if first + n > W:
-            rows = torch.cat((logits[first:], logits[: first + n - W]))
-        else:
-            rows = logits[first : first + n]
-            if n in self._graphs:  # the recorded step writes its logits to the same place every time
-                rows = rows.clone()
-        return rows, log
+        return self._timed(logits, start % W, n), log
+
+    def _timed(self, slots: Tensor, first: int, n: int) -> Tensor:
+        """The n live rows of all slots, in order of time; the caller's to keep."""
+        if first + n > self._window:
+            return torch.cat((slots[first:], slots[: first + n - self._window]))
+        rows = slots[first : first + n]
+        # A recorded step writes to the same place every time.
+        return rows.clone() if n in self._graphs else rows
 
     def commit(self, state: State, log: WindowLog, n: int) -> None:
         """See `K3Model.commit`."""
@@ -163,14 +169,14 @@ class Stepper:
     def _pass(self, n: int) -> Window:
         return Window(self._pool, self.table, self._cursor, self._layers, self._log, n)
 
-    def _run(self, n: int) -> Tensor:
-        """Logits of all W slots. A number of rows is computed plainly the first time, then recorded."""
+    def _run(self, n: int) -> Result:
+        """What all W slots give. A number of rows is computed plainly the first time, then recorded."""
         if not self.eager and n in self._warm and n not in self._graphs:
             self._record(n)
         if not self.eager and n in self._graphs:
-            graph, logits = self._graphs[n]
+            graph, found = self._graphs[n]
             graph.replay()
-            return logits
+            return found
         self._warm.add(n)
         return self._forward(self._ids, self._pass(n))
 
@@ -181,8 +187,8 @@ class Stepper:
         try:
             # Other threads (a save under way) may go on using the device.
             with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-                logits = self._forward(self._ids, self._pass(n))
+                found = self._forward(self._ids, self._pass(n))
         except RuntimeError as error:
             self.eager = f"recording a step of {n} rows failed: {str(error).splitlines()[0]}"
             return
-        self._graphs[n] = (graph, logits)
+        self._graphs[n] = (graph, found)
