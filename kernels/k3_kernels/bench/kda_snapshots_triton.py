@@ -19,9 +19,11 @@ from k3_kernels.kda.step_triton import (
     _axes,
     _convolved,
     _finish,
+    _gate,
+    _inputs,
     _log_decay,
     _over_k,
-    _row,
+    _slot,
     _taps,
     tile,
 )
@@ -31,8 +33,8 @@ from k3_kernels.kda.step_triton import (
 def snapshot_kernel(
     x, f, b, gate, weight, A_log, dt_bias, norm, states, conv, cursor, scratch, outputs, out,
     x_row, f_row, b_row, gate_row, H, W, n, one, eps, bound,
-    K: tl.constexpr, V: tl.constexpr, RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr, RL: tl.constexpr,
-    KL: tl.constexpr, KI: tl.constexpr,
+    SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr,
+    RL: tl.constexpr, KL: tl.constexpr, KI: tl.constexpr,
 ):  # fmt: skip
     """states [W, H, V, K]: read behind the last accepted row, written behind every live row."""
     LINE: tl.constexpr = 3 * K + V + PAD
@@ -41,8 +43,7 @@ def snapshot_kernel(
     gate_row *= 4
     HK = H * K
     C = 2 * HK + H * V
-    position = tl.load(cursor)
-    here = (position % W).to(tl.int32)
+    here = tl.load(cursor).to(tl.int32) % W
     rr, ka, rw, rl, kl, ki = _axes(RR, KA, RW, RL, KL, KI)
     rows = (rr * RW + rw) * RL + rl
     channels = (ka * KL + kl) * KI + ki
@@ -56,9 +57,10 @@ def snapshot_kernel(
     at = states + h * V * K
     cell = rows * K + channels
     size = H * V * K
-    S = tl.load(at + ((here + W - 1) % W) * size + cell)
+    S = tl.load(at + _slot(here + W - 1, W) * size + cell)
 
     q_at = h * K + kk[None, :]
+    k_at = q_at + HK
     v_at = 2 * HK + h * V + vv[None, :]
     q_taps = _taps(weight + h * K * 4, K)
     k_taps = _taps(weight + (HK + h * K) * 4, K)
@@ -66,21 +68,18 @@ def snapshot_kernel(
     rate = tl.exp(tl.load(A_log + h))
     shift = tl.load(dt_bias + q_at)
     for base in range(0, n, ROWS):
-        t = base + tl.arange(0, ROWS)
-        inside = (t < n)[:, None]
-        slot = (here + t) % W
-        p0 = _row(t - 3, 0, here, W, conv, C, x, C, x, x_row)
-        p1 = _row(t - 2, 0, here, W, conv, C, x, C, x, x_row)
-        p2 = _row(t - 1, 0, here, W, conv, C, x, C, x, x_row)
-        p3 = _row(t, 0, here, W, conv, C, x, C, x, x_row)
-        q = _convolved(p0, p1, p2, p3, q_at, q_taps, inside)
-        key = _convolved(p0, p1, p2, p3, q_at + HK, k_taps, inside)
-        value = _convolved(p0, p1, p2, p3, v_at, v_taps, inside)
+        q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, f_rows, b_rows = _inputs(
+            base, n, 0, here, W, conv, C, x, C, x, x_row, f, f, f_row, b, b, b_row, H, h, q_at, k_at, v_at, K
+        )  # fmt: skip
+        q = _convolved(q0, q1, q2, q3, q_taps)
+        key = _convolved(k0, k1, k2, k3, k_taps)
+        value = _convolved(v0, v1, v2, v3, v_taps)
         q *= (1 / tl.sqrt(tl.sum(q * q, 1) + L2_EPS) * (1 / K**0.5))[:, None]
         key *= (1 / tl.sqrt(tl.sum(key * key, 1) + L2_EPS))[:, None]
-        raw = tl.load((f + slot * f_row)[:, None] + q_at, mask=inside, other=0).to(tl.float32) + shift
-        decay = tl.exp(_log_decay(raw, rate, True, bound))
-        beta = 1 / (1 + tl.exp(-tl.load(b + slot * b_row + h, mask=t < n, other=0).to(tl.float32)))
+        decay = tl.exp(_log_decay(f_rows.to(tl.float32) + shift, rate, True, bound))
+        beta = 1 / (1 + tl.exp(-b_rows.to(tl.float32)))
+        t = base + tl.arange(0, ROWS)
+        inside = (t < n)[:, None]
         line = lines + (t * LINE)[:, None]
         tl.store(line + kk[None, :], key, mask=inside)
         tl.store(line + K + kk[None, :], decay, mask=inside)
@@ -97,9 +96,10 @@ def snapshot_kernel(
         S += u * key
         o = _over_k(S * tl.load(line + 2 * K + wide))
         tl.store(o_at + t * V + tall, o + kl * 0, mask=lane)
-        tl.store(at + ((here + t) % W) * size + cell, S)
+        tl.store(at + _slot(here + t, W) * size + cell, S)
     tl.debug_barrier()
-    _finish(h, here, n, W, o_at, gate, gate_row, norm, out, eps, H, V)
+    logits = _gate(h, here, n, W, gate, gate_row, SLOTS, V)
+    _finish(h, here, n, W, o_at, logits, tl.load(norm + vv), out, eps, H, SLOTS, V)
 
 
 def snapshot_step(
@@ -116,6 +116,6 @@ def snapshot_step(
     snapshot_kernel[(H,)](
         x, f, b, gate, w.conv, w.A_log, w.dt_bias, w.o_norm, states, conv, cursor, scratch, outputs, out,
         x.stride(0) // 4, f.stride(0) // 4, b.stride(0), gate.stride(0) // 4, H, W, n, 1, w.norm_eps, w.lower_bound,
-        K=K, V=V, **cut.shape(K, V), num_warps=cut.warps,
+        SLOTS=8 if W <= 8 else 16, K=K, V=V, **cut.shape(K, V), num_warps=cut.warps,
     )  # fmt: skip
     return out

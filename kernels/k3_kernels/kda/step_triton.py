@@ -35,11 +35,51 @@ RESIDENT = 2
 
 
 @triton.jit
+def _slot(row, W):
+    """row mod W for 0 <= row < 3 W."""
+    row = tl.where(row >= W, row - W, row)
+    return tl.where(row >= W, row - W, row)
+
+
+@triton.jit
 def _row(s, accepted, first, W, conv, conv_row, log, C, x, x_row):
     """Addresses of the convolution inputs of the timeline's rows s: window in front, then log, then projections."""
-    slot = (first + tl.maximum(s, 0)) % W
+    slot = _slot(first + tl.maximum(s, 0), W)
     logged = tl.where(s < accepted, log + slot * C, x + slot * x_row)
-    return tl.where(s < 0, conv + (s + 3) * conv_row, logged)
+    return tl.where(s < 0, conv + (s + 3) * conv_row, logged)[:, None]
+
+
+@triton.jit
+def _inputs(
+    base, total, accepted, first, W, conv, conv_row, log_x, C, x, x_row, log_f, f, f_row, log_b, b, b_row, H, h,
+    q_at, k_at, v_at, K: tl.constexpr
+):  # fmt: skip
+    """What rows base and on are made of: the four convolution inputs of q, k and v, oldest first, then f and b."""
+    t = base + tl.arange(0, ROWS)
+    inside = (t < total)[:, None]
+    slot = _slot(first + t, W)
+    p0 = _row(t - 3, accepted, first, W, conv, conv_row, log_x, C, x, x_row)
+    p1 = _row(t - 2, accepted, first, W, conv, conv_row, log_x, C, x, x_row)
+    p2 = _row(t - 1, accepted, first, W, conv, conv_row, log_x, C, x, x_row)
+    p3 = _row(t, accepted, first, W, conv, conv_row, log_x, C, x, x_row)
+    f_line = tl.where(t < accepted, log_f + slot * H * K, f + slot * f_row)
+    b_line = tl.where(t < accepted, log_b + slot * H, b + slot * b_row)
+    return (
+        tl.load(p0 + q_at, mask=inside, other=0),
+        tl.load(p1 + q_at, mask=inside, other=0),
+        tl.load(p2 + q_at, mask=inside, other=0),
+        tl.load(p3 + q_at, mask=inside, other=0),
+        tl.load(p0 + k_at, mask=inside, other=0),
+        tl.load(p1 + k_at, mask=inside, other=0),
+        tl.load(p2 + k_at, mask=inside, other=0),
+        tl.load(p3 + k_at, mask=inside, other=0),
+        tl.load(p0 + v_at, mask=inside, other=0),
+        tl.load(p1 + v_at, mask=inside, other=0),
+        tl.load(p2 + v_at, mask=inside, other=0),
+        tl.load(p3 + v_at, mask=inside, other=0),
+        tl.load(f_line[:, None] + q_at, mask=inside, other=0),
+        tl.load(b_line + h, mask=t < total, other=0),
+    )
 
 
 @triton.jit
@@ -53,13 +93,9 @@ def _taps(weight, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _convolved(p0, p1, p2, p3, channel, taps, inside):
-    """SiLU of the convolution, rounded like the input, as fp32 [ROWS, WIDTH]; p: the four source rows, oldest first."""
+def _convolved(x0, x1, x2, x3, taps):
+    """SiLU of the convolution, rounded like the input, as fp32 [ROWS, WIDTH]."""
     w0, w1, w2, w3 = taps
-    x0 = tl.load(p0[:, None] + channel, mask=inside, other=0)
-    x1 = tl.load(p1[:, None] + channel, mask=inside, other=0)
-    x2 = tl.load(p2[:, None] + channel, mask=inside, other=0)
-    x3 = tl.load(p3[:, None] + channel, mask=inside, other=0)
     total = x0.to(tl.float32) * w0 + x1.to(tl.float32) * w1 + x2.to(tl.float32) * w2 + x3.to(tl.float32) * w3
     y = total / (1 + tl.exp(-total))
     return y.to(x3.dtype).to(tl.float32)
@@ -75,45 +111,54 @@ def _log_decay(f, rate, BOUND: tl.constexpr, bound):
 
 
 @triton.jit
-def _finish(h, here, n, W, outputs, gate, gate_row, norm, out, eps, H, V: tl.constexpr):
-    """Gated RMS norm of one head's rows [W, V], by slot; zeros where no row is live. here: slot of row 0."""
-    v = tl.arange(0, V)
-    weight = tl.load(norm + v)
-    for base in range(0, W, ROWS):
-        slot = base + tl.arange(0, ROWS)
-        i = (slot + W - here) % W
-        live = (i < n) & (slot < W)
-        both = live[:, None]
-        o = tl.load(outputs + (i * V)[:, None] + v[None, :], mask=both, other=0)
-        scale = 1 / tl.sqrt(tl.sum(o * o, 1) / V + eps)
-        logits = tl.load(gate + (slot * gate_row)[:, None] + (h * V + v)[None, :], mask=both, other=0)
-        y = o * scale[:, None] * weight[None, :] / (1 + tl.exp(-logits.to(tl.float32)))
-        y = tl.where(both, y, 0).to(out.dtype.element_ty)
-        tl.store(out + (slot * H * V)[:, None] + (h * V + v)[None, :], y, mask=(slot < W)[:, None])
+def _live(here, n, W, SLOTS: tl.constexpr):
+    """Slots, the window's row in each, and which are live. here: slot of row 0."""
+    slot = tl.arange(0, SLOTS)
+    i = _slot(slot + W - here, W)
+    return slot, i, (i < n) & (slot < W)
 
 
 @triton.jit
-def _keep(h, here, n, W, x, x_row, f, f_row, b, b_row, log_x, log_f, log_b, C, H, K: tl.constexpr, V: tl.constexpr):
+def _gate(h, here, n, W, gate, gate_row, SLOTS: tl.constexpr, V: tl.constexpr):
+    """One head's output gate logits by slot."""
+    slot, _, live = _live(here, n, W, SLOTS)
+    at = (slot * gate_row)[:, None] + (h * V + tl.arange(0, V))[None, :]
+    return tl.load(gate + at, mask=live[:, None], other=0)
+
+
+@triton.jit
+def _finish(h, here, n, W, outputs, logits, weight, out, eps, H, SLOTS: tl.constexpr, V: tl.constexpr):
+    """Gated RMS norm of one head's rows [W, V], by slot; zeros where no row is live."""
+    v = tl.arange(0, V)[None, :]
+    slot, i, live = _live(here, n, W, SLOTS)
+    both = live[:, None]
+    o = tl.load(outputs + (i * V)[:, None] + v, mask=both, other=0)
+    scale = 1 / tl.sqrt(tl.sum(o * o, 1) / V + eps)
+    y = o * scale[:, None] * weight[None, :] / (1 + tl.exp(-logits.to(tl.float32)))
+    y = tl.where(both, y, 0).to(out.dtype.element_ty)
+    tl.store(out + (slot * H * V)[:, None] + h * V + v, y, mask=(slot < W)[:, None])
+
+
+@triton.jit
+def _keep(
+    h, here, n, W, x, x_row, f, f_row, b, b_row, log_x, log_f, log_b, C, H, q_at, k_at, v_at, SLOTS: tl.constexpr,
+    K: tl.constexpr
+):  # fmt: skip
     """Copies one head's live rows into the log."""
-    k = h * K + tl.arange(0, K)[None, :]
-    v = h * V + tl.arange(0, V)[None, :]
-    HK = H * K
-    for base in range(0, W, ROWS):
-        slot = base + tl.arange(0, ROWS)
-        live = ((slot + W - here) % W < n) & (slot < W)
-        both = live[:, None]
-        line = (slot * x_row)[:, None]
-        q_row = tl.load(x + line + k, mask=both)
-        k_row = tl.load(x + line + HK + k, mask=both)
-        v_row = tl.load(x + line + 2 * HK + v, mask=both)
-        f_line = tl.load(f + (slot * f_row)[:, None] + k, mask=both)
-        beta = tl.load(b + slot * b_row + h, mask=live)
-        line = (slot * C)[:, None]
-        tl.store(log_x + line + k, q_row, mask=both)
-        tl.store(log_x + line + HK + k, k_row, mask=both)
-        tl.store(log_x + line + 2 * HK + v, v_row, mask=both)
-        tl.store(log_f + (slot * HK)[:, None] + k, f_line, mask=both)
-        tl.store(log_b + slot * H + h, beta, mask=live)
+    slot, _, live = _live(here, n, W, SLOTS)
+    both = live[:, None]
+    source = x + (slot * x_row)[:, None]
+    q_row = tl.load(source + q_at, mask=both)
+    k_row = tl.load(source + k_at, mask=both)
+    v_row = tl.load(source + v_at, mask=both)
+    f_line = tl.load(f + (slot * f_row)[:, None] + q_at, mask=both)
+    beta = tl.load(b + slot * b_row + h, mask=live)
+    target = log_x + (slot * C)[:, None]
+    tl.store(target + q_at, q_row, mask=both)
+    tl.store(target + k_at, k_row, mask=both)
+    tl.store(target + v_at, v_row, mask=both)
+    tl.store(log_f + (slot * H * K)[:, None] + q_at, f_line, mask=both)
+    tl.store(log_b + slot * H + h, beta, mask=live)
 
 
 @triton.jit
@@ -121,7 +166,7 @@ def _window_rows(accepted, first, W, conv, conv_row, log_x, C, channel):
     """The three inputs the convolution window holds behind the accepted rows, [4, WIDTH]; the fourth is nothing."""
     j = tl.arange(0, 4)
     source = _row(accepted - 3 + j, accepted, first, W, conv, conv_row, log_x, C, log_x, C)
-    return tl.load(source[:, None] + channel, mask=(j < 3)[:, None], other=0)
+    return tl.load(source + channel, mask=(j < 3)[:, None], other=0)
 
 
 @triton.jit
@@ -141,8 +186,8 @@ def step_kernel(
     x, f, b, gate, weight, A_log, dt_bias, norm, recurrent, conv, log_x, log_f, log_b, cursor, scratch, outputs, out,
     x_row, f_row, b_row, gate_row, state_slot, state_layer, conv_slot, conv_layer, conv_row, layers, H, W, n, one,
     eps, bound,
-    BOUND: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr,
-    RL: tl.constexpr, KL: tl.constexpr, KI: tl.constexpr,
+    BOUND: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr, RL: tl.constexpr, KL: tl.constexpr, KI: tl.constexpr,
 ):  # fmt: skip
     """Programs take the layers x H heads in turn. one: 1, hidden from the compiler.
 
@@ -158,11 +203,11 @@ def step_kernel(
     HK = H * K
     C = 2 * HK + H * V
 
-    position = tl.load(cursor)
+    position = tl.load(cursor).to(tl.int32)
     accepted = tl.load(cursor + 1).to(tl.int32)
     entry = tl.load(cursor + 2)
-    here = (position % W).to(tl.int32)
-    first = ((position - accepted) % W).to(tl.int32)
+    here = position % W
+    first = (position - accepted) % W
     total = accepted + n
 
     rr, ka, rw, rl, kl, ki = _axes(RR, KA, RW, RL, KL, KI)
@@ -180,40 +225,43 @@ def step_kernel(
     for item in range(tl.program_id(0), layers * H, tl.num_programs(0)):
         layer = (item // H).to(tl.int64)
         h = item % H
-        state = recurrent + entry * state_slot + layer * state_layer + h * V * K + rows * K + channels
-        held = tl.load(state)
-        S = held.to(tl.float32)
-
         conv_at = conv + (entry * conv_slot + layer * conv_layer) * 4
         log_x_at = log_x + layer * W * C
         log_f_at = log_f + layer * W * HK
         log_b_at = log_b + layer * W * H
         q_at = h * K + kk[None, :]
+        k_at = q_at + HK
         v_at = 2 * HK + h * V + vv[None, :]
+        # The small loads go out before those of the state, and those of the next rows before these are worked on.
+        q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, f_rows, b_rows = _inputs(
+            0, total, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row, log_f_at, f, f_row, log_b_at, b,
+            b_row, H, h, q_at, k_at, v_at, K
+        )  # fmt: skip
         weights = weight + layer * C * 4
         q_taps = _taps(weights + h * K * 4, K)
         k_taps = _taps(weights + (HK + h * K) * 4, K)
         v_taps = _taps(weights + (2 * HK + h * V) * 4, V)
         rate = tl.exp(tl.load(A_log + layer * H + h))
         shift = tl.load(dt_bias + layer * HK + q_at)
+        state = recurrent + entry * state_slot + layer * state_layer + h * V * K + rows * K + channels
+        held = tl.load(state)
+        S = held.to(tl.float32)
         for base in range(0, total, ROWS):
-            t = base + tl.arange(0, ROWS)
-            inside = (t < total)[:, None]
-            slot = (first + t) % W
-            p0 = _row(t - 3, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row)
-            p1 = _row(t - 2, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row)
-            p2 = _row(t - 1, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row)
-            p3 = _row(t, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row)
-            q = _convolved(p0, p1, p2, p3, q_at, q_taps, inside)
-            key = _convolved(p0, p1, p2, p3, q_at + HK, k_taps, inside)
-            value = _convolved(p0, p1, p2, p3, v_at, v_taps, inside)
+            q = _convolved(q0, q1, q2, q3, q_taps)
+            key = _convolved(k0, k1, k2, k3, k_taps)
+            value = _convolved(v0, v1, v2, v3, v_taps)
+            raw = f_rows.to(tl.float32) + shift
+            beta = 1 / (1 + tl.exp(-b_rows.to(tl.float32)))
+            if base + ROWS < total:
+                q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, f_rows, b_rows = _inputs(
+                    base + ROWS, total, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row, log_f_at, f,
+                    f_row, log_b_at, b, b_row, H, h, q_at, k_at, v_at, K
+                )  # fmt: skip
             q *= (1 / tl.sqrt(tl.sum(q * q, 1) + L2_EPS) * (1 / K**0.5))[:, None]
             key *= (1 / tl.sqrt(tl.sum(key * key, 1) + L2_EPS))[:, None]
-            f_line = tl.where(t < accepted, log_f_at + slot * HK, f + slot * f_row)
-            raw = tl.load(f_line[:, None] + q_at, mask=inside, other=0).to(tl.float32) + shift
             decay = tl.exp(_log_decay(raw, rate, BOUND, bound))
-            b_line = tl.where(t < accepted, log_b_at + slot * H, b + slot * b_row)
-            beta = 1 / (1 + tl.exp(-tl.load(b_line + h, mask=t < total, other=0).to(tl.float32)))
+            t = base + tl.arange(0, ROWS)
+            inside = (t < total)[:, None]
             line = lines + (t * LINE)[:, None]
             tl.store(line + kk[None, :], key, mask=inside)
             tl.store(line + K + kk[None, :], decay, mask=inside)
@@ -221,15 +269,21 @@ def step_kernel(
             tl.store(line + 3 * K + vv[None, :], value, mask=inside)
             tl.store(lines + t * LINE + 3 * K + V, beta, mask=t < total)
         moved_q = _window_rows(accepted, first, W, conv_at, conv_row, log_x_at, C, q_at)
-        moved_k = _window_rows(accepted, first, W, conv_at, conv_row, log_x_at, C, q_at + HK)
+        moved_k = _window_rows(accepted, first, W, conv_at, conv_row, log_x_at, C, k_at)
         moved_v = _window_rows(accepted, first, W, conv_at, conv_row, log_x_at, C, v_at)
         tl.debug_barrier()
         # Every thread has now read what it needs of the old log and window, and every line is written.
         _move_window(accepted, conv_at, conv_row, q_at, moved_q)
-        _move_window(accepted, conv_at, conv_row, q_at + HK, moved_k)
+        _move_window(accepted, conv_at, conv_row, k_at, moved_k)
         _move_window(accepted, conv_at, conv_row, v_at, moved_v)
         if n > 0:
-            _keep(h, here, n, W, x, x_row, f, f_row, b, b_row, log_x_at, log_f_at, log_b_at, C, H, K, V)
+            _keep(
+                h, here, n, W, x, x_row, f, f_row, b, b_row, log_x_at, log_f_at, log_b_at, C, H, q_at, k_at, v_at,
+                SLOTS, K
+            )  # fmt: skip
+        # No rows are live in a commit, and nothing is loaded.
+        logits = _gate(h, here, n, W, gate, gate_row, SLOTS, V)
+        norm_weight = tl.load(norm + vv)
 
         o_at = outputs + item * W * V
         key = tl.load(lines + wide)
@@ -256,7 +310,7 @@ def step_kernel(
             key, decay = next_key, next_decay
         tl.debug_barrier()
         if n > 0:
-            _finish(h, here, n, W, o_at, gate, gate_row, norm, out, eps, H, V)
+            _finish(h, here, n, W, o_at, logits, norm_weight, out, eps, H, SLOTS, V)
 
 
 @triton.jit
@@ -281,7 +335,12 @@ def _axes(RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr, RL: tl.constexpr
 def _over_k(products):
     """Sum of a state tile over K: inside a thread first, then over the KL lanes."""
     if LANES_FIRST:
-        return tl.sum(tl.sum(tl.sum(products, 5, keep_dims=True), 4, keep_dims=True), 0, keep_dims=True)
+        KL: tl.constexpr = products.shape[0]
+        RL: tl.constexpr = products.shape[1]
+        RW: tl.constexpr = products.shape[2]
+        RR: tl.constexpr = products.shape[3]
+        own = tl.sum(tl.reshape(products, (KL, RL, RW, RR, products.shape[4] * products.shape[5])), 4, keep_dims=True)
+        return tl.sum(own, 0, keep_dims=True)[:, :, :, :, :, None]
     else:
         return tl.sum(tl.sum(tl.sum(products, 5, keep_dims=True), 1, keep_dims=True), 4, keep_dims=True)
 
@@ -364,6 +423,7 @@ def _launch(
     x, f, b, gate = rows
     layers, H, V, K = recurrent.shape[1:]
     W = log.x.shape[1]
+    assert 1 <= W <= 16, W
     assert recurrent[0, 0].is_contiguous(), "a head's state is contiguous"
     assert conv.stride(-1) == 1, "convolution rows are contiguous"
     assert all(stride % 4 == 0 for stride in conv.stride()[:3]), "convolution rows are aligned"
@@ -381,7 +441,7 @@ def _launch(
         *rows, w.conv, w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, scratch, outputs, out,
         *strides, recurrent.stride(0) // 16, recurrent.stride(1) // 16, *windows, layers, H, W, n, 1,
         w.norm_eps, 0.0 if bound is None else bound,
-        BOUND=bound is not None, K=K, V=V, **cut.shape(K, V),
+        BOUND=bound is not None, SLOTS=8 if W <= 8 else 16, K=K, V=V, **cut.shape(K, V),
         num_warps=cut.warps,
     )  # fmt: skip
 
