@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from k3_kernels.moe.reference import dequantize_mxfp4
 
 from k3cli.chat.renderer import RenderContext, renderer_for
 from k3cli.chat.tokenizer import Tokenizer
+from k3cli.model.dspark.config import DraftConfig
+from k3cli.model.dspark.weights import load_draft
 from k3cli.model.weights import LoadedModel, load_model
 
 MODULES = [
@@ -31,6 +34,7 @@ MODULES = [
     "model",
     "mxfp4",
     "export",
+    "draft",
 ]
 
 
@@ -175,3 +179,35 @@ def test_the_shipped_nano_gives_back_what_it_was_told(maker: SimpleNamespace, as
 
 def test_the_shipped_files_fit_their_budget(asset: Path) -> None:
     assert sum(file.stat().st_size for file in asset.iterdir()) <= 27_000_000
+
+
+def test_a_trained_draft_is_the_one_that_runs(maker: SimpleNamespace, nano: LoadedModel, tmp_path: Path):
+    """Many blocks at once, as trained, against one block behind a cache, as drafted; through the exported files."""
+    config, weights = nano.config, nano.model.weights
+    raw = maker.draft.CONFIG | {
+        "hidden_size": config.hidden,
+        "vocab_size": config.vocab,
+        "num_target_layers": len(config.layers),
+        "dflash_config": {"mask_token_id": 3070, "target_layer_ids": [2, 5, 8]},
+    }
+    torch.manual_seed(3)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    trained = maker.draft.Trained(DraftConfig.from_dir(tmp_path))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+            parameter.copy_(parameter.bfloat16().float())
+    maker.draft.export(trained, raw, tmp_path)
+    draft = load_draft(tmp_path, config, weights.embed, weights.head)
+    ids, taps = torch.randint(0, 2816, (30,)), torch.randn(30, 3 * config.hidden)
+    anchors = torch.tensor([4, 11, 22])
+    hidden = trained(taps, ids, anchors, weights.embed)
+    for row, anchor in zip(hidden, anchors.tolist(), strict=True):
+        cache = draft.new_cache()
+        draft.extend(cache, taps[:anchor], 0)
+        assert torch.allclose(draft.block(cache, int(ids[anchor]), anchor), row, atol=1e-4)
+        guessed, sure = draft.draft(cache, int(ids[anchor]), anchor, 7, lambda logits, at: int(logits.argmax()))
+        previous = torch.tensor([int(ids[anchor]), *guessed[:-1]])
+        logits, confidence = trained.heads(row.unsqueeze(0), previous.unsqueeze(0), weights.head)
+        assert logits[0].argmax(-1).tolist() == guessed
+        assert torch.sigmoid(confidence[0]).tolist() == pytest.approx(sure, abs=1e-4)
