@@ -91,23 +91,30 @@ def step(
     position, accepted, slot = cursor[:3].tolist()
     W, V = x.shape[0], gate.shape[-1]
     before, now = _slots(position - accepted, accepted, W), _slots(position, n, W)
-    sources = torch.cat((conv[slot], log.x[before], x[now]))
+    sources = torch.cat((conv[slot], *_parts(log.x, before), *_parts(x, now)))
     taps = _taps(sources, w.conv)
-    S = _replayed(recurrent[slot], taps[:accepted], before, log, w, V)
+    together = accepted + n <= W  # no row of the window takes the slot of one that is still to be replayed
+    if together:
+        _keep(log, (x, f, b), now)
+        every = _prologue(taps, before + now, log.f, log.b, w, x.dtype, V)
+        S = _walk(recurrent[slot], every, before)
+    else:
+        every = None
+        S = _replayed(recurrent[slot], taps[:accepted], before, log, w, V)
     if accepted:
         recurrent[slot] = S
         conv[slot] = sources[accepted : accepted + conv.shape[1]]
-    rows = _prologue(taps[accepted:], now, f, b, w, x.dtype, V)
+    rows = every or _prologue(taps[accepted:], now, f, b, w, x.dtype, V)
     out = torch.zeros_like(rows.v)
     for row in now:
         S = _token(S, rows, row)
         out[row] = torch.bmm(S, rows.q[row].unsqueeze(-1)).squeeze(-1)
         S = _stored(S, recurrent.dtype)
-    for kept, new in zip(log, (x, f, b), strict=True):
-        kept[now] = new[now]
+    if not together:
+        _keep(log, (x, f, b), now)
     out = gated_rms_norm(out, gate, w.o_norm, w.norm_eps)
-    idle = _slots(position + n, W - n, W)
-    out[idle] = 0
+    for idle in _parts(out, _slots(position + n, W - n, W)):
+        idle.zero_()
     return out.view(W, -1)
 
 
@@ -119,7 +126,7 @@ def commit(recurrent: Tensor, conv: Tensor, log: StepLog, w: StepWeights, cursor
         return
     for i in range(recurrent.shape[1]):
         layer = StepWeights(w.conv[i], w.A_log[i], w.dt_bias[i], w.o_norm[i], w.lower_bound, w.norm_eps)
-        sources = torch.cat((conv[slot, i], log.x[i, before]))
+        sources = torch.cat((conv[slot, i], *_parts(log.x[i], before)))
         taps, V = _taps(sources, layer.conv), recurrent.shape[3]
         recurrent[slot, i] = _replayed(recurrent[slot, i], taps, before, log.layer(i), layer, V)
         conv[slot, i] = sources[accepted:]
@@ -127,6 +134,15 @@ def commit(recurrent: Tensor, conv: Tensor, log: StepLog, w: StepWeights, cursor
 
 def _slots(start: int, count: int, W: int) -> list[int]:
     return [(start + i) % W for i in range(count)]
+
+
+def _parts(rows: Tensor, slots: list[int]) -> list[Tensor]:
+    """Views of consecutive slots, which wrap at most once, in time order: cheaper than gathering by index."""
+    if not slots:
+        return []
+    wrap = len(slots) if slots[-1] >= slots[0] else len(rows) - slots[0]
+    first = rows[slots[0] : slots[0] + wrap]
+    return [first] if wrap == len(slots) else [first, rows[: len(slots) - wrap]]
 
 
 def _taps(sources: Tensor, weight: Tensor) -> Tensor:
@@ -146,8 +162,10 @@ def _prologue(
     W, H, K = f.shape
     # All W slots whatever the count: vector and scalar code of a transcendental function may differ in the last bit,
     # and which of the two an element gets depends on the shape.
-    placed = taps.new_zeros(W, taps.shape[1])
-    placed[slots] = taps
+    placed, done = taps.new_zeros(W, taps.shape[1]), 0
+    for part in _parts(placed, slots):
+        part.copy_(taps[done : done + len(part)])
+        done += len(part)
     q, k, v = F.silu(placed).to(dtype).split((H * K, H * K, H * V), dim=-1)
     qn, kn, beta = prepare(q.reshape(W, H, K), k.reshape(W, H, K), b.contiguous())
     decay = log_decay(f.contiguous(), w.A_log, w.dt_bias, w.lower_bound).exp_()
@@ -156,12 +174,23 @@ def _prologue(
 
 def _replayed(state: Tensor, taps: Tensor, slots: list[int], log: StepLog, w: StepWeights, V: int) -> Tensor:
     """The state after the logged rows, fp32 with the values its own dtype can hold; the given one is not written."""
+    if not slots:
+        return state.float()
+    return _walk(state, _prologue(taps, slots, log.f, log.b, w, log.x.dtype, V), slots)
+
+
+def _walk(state: Tensor, rows: _Rows, slots: list[int]) -> Tensor:
+    """The state after the rows in these slots, as `_replayed`."""
     S = state.float()
-    if slots:
-        rows = _prologue(taps, slots, log.f, log.b, w, log.x.dtype, V)
-        for row in slots:
-            S = _stored(_token(S, rows, row), state.dtype)
+    for row in slots:
+        S = _stored(_token(S, rows, row), state.dtype)
     return S
+
+
+def _keep(log: StepLog, new: tuple[Tensor, Tensor, Tensor], slots: list[int]) -> None:
+    for kept, given in zip(log, new, strict=True):
+        for old, rows in zip(_parts(kept, slots), _parts(given, slots), strict=True):
+            old.copy_(rows)
 
 
 def _token(S: Tensor, rows: _Rows, row: int) -> Tensor:
