@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from k3cli.chat.renderer import renderer_of
 from k3cli.chat.tokenizer import Tokenizer
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
+from k3cli.engine.drafting.drafter import Draft
+from k3cli.engine.drafting.policy import Policy
+from k3cli.engine.drafting.suffix import SuffixDrafter
 from k3cli.engine.engine import Engine
 from k3cli.engine.sampling import Sampling
 from k3cli.engine.timeline import Timeline
@@ -298,3 +303,66 @@ def tiny_engine(tiny_model: Path) -> Iterator[Engine]:
     torch.set_num_threads(1)
     yield Engine.load(tiny_model, device="cpu")
     torch.set_num_threads(before)
+
+
+class Guesser:
+    """A drafter that says what a function of (position, k) tells it to: ids for position + 1, position + 2, ..."""
+
+    needs_hidden = False
+
+    def __init__(self, name: str, guess: Callable[[int, int], Sequence[int]]) -> None:
+        self.name = name
+        self.guess = guess
+
+    def begin(self, context: Sequence[int], sampling: Sampling) -> None:
+        pass
+
+    def propose(self, context: Sequence[int], position: int, k: int) -> Draft:
+        assert position == len(context) - 1
+        # Sure of itself, so that the policy hands every guess on.
+        ids = list(self.guess(position, k))
+        return Draft(ids, [1.0] * len(ids))
+
+    def observe(self, accepted: Sequence[int], hidden: Any) -> None:
+        assert len(accepted) >= 1
+
+    def fork(self) -> Guesser:
+        return self
+
+
+def hostile_drafters(truth: Sequence[int], vocab: int, special: Sequence[int]) -> dict[str, Callable[[], Any]]:
+    """Makers of drafters that try to lead decoding astray. truth: every token of a plain run; special: control ids."""
+    rng = random.Random(3)
+
+    def right(position: int, k: int) -> list[int]:
+        return list(truth[position + 1 : position + 1 + k])
+
+    def beyond(position: int, k: int) -> list[int]:
+        """The whole truth, and the next turn behind the end of the message."""
+        return (right(position, k) + list(special))[:k]
+
+    def half(position: int, k: int) -> list[int]:
+        n = rng.randrange(k + 1)
+        return [*right(position, n), *(rng.randrange(vocab) for _ in range(k - n))][:k]
+
+    guesses: dict[str, Callable[[int, int], Sequence[int]]] = {
+        "right": right,
+        "wrong": lambda position, k: [(token + 1) % vocab for token in right(position, k)],
+        "random": lambda position, k: [rng.randrange(vocab) for _ in range(k)],
+        "special": lambda position, k: [special[(position + i) % len(special)] for i in range(k)],
+        "beyond": beyond,
+        "half": half,
+    }
+    makers: dict[str, Callable[[], Any]] = {name: partial(Guesser, name, guess) for name, guess in guesses.items()}
+    return makers | {"suffix": SuffixDrafter}
+
+
+@pytest.fixture
+def hostile() -> Callable[..., dict[str, Callable[[], Any]]]:
+    return hostile_drafters
+
+
+@pytest.fixture
+def reckless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft is verified, whatever it costs."""
+    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + min(drafts, self.rows - 1))

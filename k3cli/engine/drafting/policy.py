@@ -62,10 +62,13 @@ class Costs:
             self.seconds = seconds / (1 + SLOPE * (rows - 1))
         # What is far off is an interruption, which tells little.
         ratio = min(max(seconds / self.seconds, 0.25), 2 * self.curve()[rows])
+        expected, follow = self.curve()[rows], FOLLOW
         if rows > 1:
-            self._count[rows] = min(self._count[rows] + 1, MEMORY)
-            self._ratio[rows] += (ratio - self._ratio[rows]) / self._count[rows]
-        self.seconds *= 1 + FOLLOW * (ratio / self.curve()[rows] - 1)
+            count = self._count[rows] = min(self._count[rows] + 1, MEMORY)
+            self._ratio[rows] += (ratio - self._ratio[rows]) / count
+            # Steps of a row count that is not yet known well say more about itself than about the machine.
+            follow *= count / MEMORY
+        self.seconds *= 1 + follow * (ratio / expected - 1)
         self._curve = None
 
     def measured(self) -> dict[int, float]:

@@ -114,7 +114,7 @@ class Speculator:
         return self.failure
 
     def describe(self) -> dict[str, Any]:
-        """What decisions are made from: cost of a step, by rows, and the hit rates of the drafter if it measures them."""
+        """What decisions are made from: cost of a step by rows, and hit rates of the drafter if it measures them."""
         costs = self.policy.costs
         found: dict[str, Any] = {
             "step_seconds": round(costs.seconds, 6),

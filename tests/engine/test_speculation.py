@@ -1,0 +1,330 @@
+"""Drafts change how many steps a turn takes, and nothing else: whatever they say, wherever the turn is cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from k3cli.engine import events as ev
+from k3cli.engine.conversation import Conversation
+from k3cli.engine.drafting.choose import choose
+from k3cli.engine.drafting.drafter import Draft
+from k3cli.engine.drafting.policy import Costs, Policy
+from k3cli.engine.drafting.speculator import Speculator
+from k3cli.engine.replay import replay
+from k3cli.engine.sampling import Sampling
+from k3cli.engine.timeline import Timeline
+from k3cli.errors import K3Error, UsageError
+
+VOCAB = 512
+SPECIAL = (500, 501, 7)
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0, seed=1),
+    "cool": Sampling(temperature=0.3, seed=2),
+    "warm": Sampling(temperature=1.0, seed=3),
+    "filtered": Sampling(temperature=1.0, seed=4, top_p=0.9, top_k=40, min_p=0.02),
+}
+PROMPT = [5, 6, 7, 5, 6, 7, 9]
+MANY = 40
+NAMES = ("right", "wrong", "random", "special", "beyond", "half", "suffix")
+
+
+def timeline_of(model, make=None, rows=None, limit=4096, tokens=PROMPT) -> Timeline:
+    speculator = None
+    if make is not None:
+        speculator = Speculator(make(), Costs(model.window), rows or model.window, VOCAB)
+    return Timeline(model, model.new_state(), tokens, limit=limit, speculator=speculator)
+
+
+def steps(model) -> int:
+    return sum(kind == "verify" for kind, _ in model.calls)
+
+
+@pytest.fixture
+def plain(make_fake_model, state_bytes):
+    """A timeline decoded without drafts, its state, and the ids drawn."""
+
+    def run(sampling, window=4, stop=(), many=MANY, limit=4096):
+        timeline = timeline_of(make_fake_model(window), limit=limit)
+        ids = list(timeline.generate(sampling, stop, many))
+        return timeline, state_bytes(timeline), ids
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_any_drafter_at_any_window_gives_the_tokens_and_state_of_plain_decoding(
+    kind, name, plain, make_fake_model, hostile, reckless, state_bytes
+) -> None:
+    sampling = SAMPLINGS[kind]
+    for window in (1, 2, 3, 4, 8):
+        want, state, ids = plain(sampling, window)
+        for rows in {1, 2, window} & set(range(1, window + 1)):
+            model = make_fake_model(window)
+            make = hostile(want.tokens, VOCAB, SPECIAL)[name]
+            timeline = timeline_of(model, make, rows)
+            assert list(timeline.generate(sampling, (), MANY)) == ids
+            assert timeline.tokens == want.tokens
+            assert timeline.schedule == want.schedule
+            assert state_bytes(timeline) == state
+            assert timeline.stop_reason == "length"
+            assert timeline.speculator is not None
+            assert timeline.speculator.failure == ""
+            stats = timeline.decoding
+            assert (stats.steps, stats.tokens) == (steps(model), MANY - 1)
+            if name == "right":
+                assert stats.steps == -(-(MANY - 1) // rows)
+                assert set(stats.acceptance()) <= {1.0}
+            if name == "wrong":
+                assert stats.steps == MANY - 1
+                assert set(stats.acceptance()) <= {0.0}
+
+
+@pytest.mark.parametrize("name", ["right", "half", "beyond"])
+def test_every_way_to_end_falls_anywhere_in_a_window(
+    name, plain, make_fake_model, hostile, reckless, state_bytes
+) -> None:
+    sampling = SAMPLINGS["warm"]
+    truth = plain(sampling, 4, many=60)[0].tokens
+    for n in range(1, 14):
+        stop = {truth[len(PROMPT) + n]}
+        ways = {
+            "stop": {"stop": stop},
+            "length": {"many": n},
+            "context": {"limit": len(PROMPT) + n},
+            "cancel": {},
+            "close": {},
+            "snapshot": {},
+        }
+        for way, options in ways.items():
+            want, state, ids = plain(sampling, 4, **(options or {"many": n}))
+            timeline = timeline_of(
+                make_fake_model(4), hostile(truth, VOCAB, SPECIAL)[name], limit=options.get("limit", 4096)
+            )
+            if way == "cancel":
+                asked = itertools.count()
+                got = list(timeline.generate(sampling, (), MANY, lambda asked=asked, n=n: next(asked) == n + 1))
+                assert timeline.stop_reason == "cancelled"
+            elif way in ("close", "snapshot"):
+                stream = timeline.generate(sampling, (), MANY)
+                got = [next(stream) for _ in range(n)]
+                if way == "close":
+                    stream.close()
+            else:
+                got = list(timeline.generate(sampling, options.get("stop", ()), options.get("many", MANY)))
+                assert timeline.stop_reason == want.stop_reason
+            assert got == ids, (way, n)
+            assert timeline.position == want.position
+            assert timeline.pending == want.pending
+            assert timeline.schedule == want.schedule
+            assert state_bytes(timeline) == state, (way, n)
+            assert timeline.fork().tokens == want.tokens
+            if way == "snapshot":
+                rest = list(stream)
+                assert got + rest == truth[len(PROMPT) : len(PROMPT) + MANY]
+
+
+def test_a_fork_in_the_middle_of_a_window_goes_on_as_if_alone(
+    plain, make_fake_model, hostile, reckless, state_bytes
+) -> None:
+    sampling = SAMPLINGS["warm"]
+    want, state, ids = plain(sampling, 4)
+    for n in range(1, 12):
+        parent = timeline_of(make_fake_model(4), hostile(want.tokens, VOCAB, SPECIAL)["half"])
+        stream = parent.generate(sampling, (), MANY)
+        got = [next(stream) for _ in range(n)]
+        child = parent.fork()
+        assert got + list(stream) == ids
+        assert got + list(child.generate(sampling, (), MANY - n)) == ids
+        assert state_bytes(parent) == state_bytes(child) == state
+
+
+def test_a_schedule_made_with_drafts_replays_without_and_the_other_way_round(
+    plain, make_fake_model, hostile, reckless, state_bytes
+) -> None:
+    want, state, _ = plain(SAMPLINGS["warm"], 4)
+    drafted = timeline_of(make_fake_model(4), hostile(want.tokens, VOCAB, SPECIAL)["half"])
+    list(drafted.generate(SAMPLINGS["warm"], (), MANY))
+    for schedule in (want.schedule, drafted.schedule):
+        again = timeline_of(make_fake_model(4), tokens=want.tokens)
+        list(again.follow(schedule))
+        assert state_bytes(again) == state
+
+
+class Broken:
+    """Fails in one of its calls, from the n-th on."""
+
+    name = "broken"
+    needs_hidden = False
+
+    def __init__(self, where: str, n: int = 3, bad=None) -> None:
+        self.where, self.left, self.bad = where, n, bad
+
+    def _call(self, where: str) -> bool:
+        if where == self.where:
+            self.left -= 1
+            if self.left <= 0:
+                if self.bad is None:
+                    raise RuntimeError("out of ideas")
+                return True
+        return False
+
+    def begin(self, context, sampling) -> None:
+        self._call("begin")
+
+    def propose(self, context, position, k):
+        return self.bad if self._call("propose") else Draft([1] * k, [1.0] * k)
+
+    def observe(self, accepted, hidden) -> None:
+        self._call("observe")
+
+    def fork(self):
+        return self
+
+
+BAD_DRAFTS = (
+    Draft([VOCAB]),
+    Draft([-1]),
+    Draft([1] * 99),
+    Draft([1, 2], [0.5]),
+    Draft(["x"]),  # type: ignore[list-item]
+    None,
+)
+
+
+@pytest.mark.parametrize("bad", [None, *BAD_DRAFTS])
+def test_a_drafter_that_fails_is_turned_off_and_the_turn_goes_on(
+    bad, plain, make_fake_model, reckless, state_bytes
+) -> None:
+    _, state, ids = plain(SAMPLINGS["warm"], 4)
+    for where in ("propose",) if bad is not None else ("begin", "propose", "observe"):
+        timeline = timeline_of(make_fake_model(4), lambda where=where: Broken(where, 1 if where == "begin" else 3, bad))
+        assert list(timeline.generate(SAMPLINGS["warm"], (), MANY)) == ids
+        assert state_bytes(timeline) == state
+        assert timeline.speculator is not None
+        assert timeline.speculator.failure
+        assert timeline.speculator.take_failure()
+        assert timeline.speculator.take_failure() == ""
+        assert timeline.fork().speculator.failure  # type: ignore[union-attr]
+
+
+def test_a_failed_verify_tears_the_timeline(make_fake_model, hostile, reckless, monkeypatch) -> None:
+    model = make_fake_model(4)
+    timeline = timeline_of(model, hostile(PROMPT * 20, VOCAB, SPECIAL)["random"])
+    stream = timeline.generate(SAMPLINGS["warm"], (), MANY)
+    for _ in range(5):
+        next(stream)
+
+    def fail(*_args):
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(model, "commit", fail)
+    with pytest.raises(RuntimeError, match="device failed"):
+        list(stream)
+    with pytest.raises(K3Error, match="a decode step at position"):
+        timeline.snapshot()
+
+
+def test_a_conversation_with_drafts_tells_how_it_went(fake_engine, store, talk, hostile, reckless) -> None:
+    text = "the same words, the same words, the same words, the same words"
+    fake_engine.speculate(choose("suffix"))
+    with Conversation.open(fake_engine, store, "a", mode="create") as conversation:
+        events = talk(conversation, "Hello", text, sampling=Sampling(seed=1))
+    (told,) = [event for event in events if isinstance(event, ev.Speculation)]
+    assert told.drafter == "suffix"
+    assert told.failed is None
+    assert told.window == 4
+    assert told.tokens_per_step > 1.5
+    assert told.tokens == sum(e.generated for e in events if isinstance(e, ev.Stopped)) - 1
+    assert len(told.acceptance) == len(told.tested) == 3
+    assert sum(told.rows) == told.steps
+    assert set(told.seconds) == {"draft", "verify", "commit"}
+    assert len(told.inputs["cost"]) == 4
+    assert not [event for event in replay(fake_engine, store, "a") if isinstance(event, ev.Difference)]
+
+
+def test_a_conversation_tells_of_a_drafter_that_failed(fake_engine, store, talk, reckless) -> None:
+    fake_engine.speculate(choose("suffix"), make=lambda: Broken("propose"))
+    with Conversation.open(fake_engine, store, "a", mode="create") as conversation:
+        events = talk(conversation, "Hello", "Some words", sampling=Sampling(seed=1))
+        notices = [event for event in events if isinstance(event, ev.Notice)]
+        assert [notice.code for notice in notices] == ["drafter-failed"]
+        assert "RuntimeError: out of ideas" in notices[0].message
+        assert next(e for e in events if isinstance(e, ev.Speculation)).failed == "RuntimeError: out of ideas"
+        assert isinstance(events[-1], ev.Done)
+        again = talk(conversation, "More", "Other words", sampling=Sampling(seed=1))
+        assert not [event for event in again if isinstance(event, ev.Notice)]
+
+
+def test_what_can_be_asked_for(fake_engine) -> None:
+    assert choose("auto").kind == choose("suffix").kind == "suffix"
+    assert choose("off").kind == "off"
+    for bad in ("suffix:x", "eagle", ""):
+        with pytest.raises(UsageError, match="auto, off, suffix or dspark"):
+            choose(bad)
+    fake_engine.speculate(choose("suffix"), 4)
+    for rows in (0, 5):
+        with pytest.raises(UsageError, match="1 to 4"):
+            fake_engine.speculate(choose("suffix"), rows)
+    fake_engine.speculate(choose("off"))
+    assert fake_engine.timeline().speculator is None
+
+
+def settled(cost_of_rows) -> Policy:
+    """A policy that has timed every row count often: cost_of_rows(n) in steps of one row."""
+    costs = Costs(8)
+    for n in [1] * 30 + [n for n in range(1, 9) for _ in range(30)]:
+        costs.note(n, 0.01 * cost_of_rows(n))
+    policy = Policy(costs, 8)
+    policy.begin()
+    return policy
+
+
+def test_the_window_follows_cost_and_acceptance() -> None:
+    cheap, dear = settled(lambda n: 1 + 0.02 * (n - 1)), settled(lambda n: 1 + 0.5 * (n - 1))
+    assert cheap.costs.curve()[8] == pytest.approx(1.14, rel=0.05)
+    assert cheap.choose(7, [0.9] * 7) == 8
+    assert cheap.choose(3, [0.9] * 7) == 4
+    assert cheap.choose(7, [0.01] * 7) == 1
+    assert dear.choose(7, [0.3] * 7) == 1
+    assert 2 <= dear.choose(7, [0.9] * 7) < 8
+    assert cheap.choose(7, [0.9, 0.9, 0.0, 0.9, 0.9, 0.9, 0.9]) == 3
+    # Without confidences, what was accepted at each place decides.
+    for _ in range(200):
+        cheap.note(3, 2, 2, 1, 0.0)
+    assert cheap.choose(7, None) == 2
+
+
+def test_drafts_that_are_never_accepted_lose_little() -> None:
+    policy = settled(lambda n: 1 + 0.1 * (n - 1))
+    plain = lost = 0.0
+    for _ in range(1000):
+        rows = policy.choose(7, [0.9] * 7)  # a drafter that is sure of itself and always wrong
+        policy.note(rows, 1, rows - 1, 0, 0.0)
+        plain += 1
+        lost += policy.costs.curve()[rows] - 1
+    assert 0 < lost / plain < 0.03
+
+
+def test_one_slow_step_does_not_rule_a_window_out() -> None:
+    policy = settled(lambda n: 1 + 0.05 * (n - 1))
+    policy.costs.note(8, 10.0)
+    assert policy.choose(7, [0.95] * 7) == 8
+    # A machine that is twice as slow for a while is not a reason for smaller windows.
+    for n in [8] * 20:
+        policy.costs.note(n, 0.02 * 1.35)
+    assert policy.choose(7, [0.95] * 7) >= 6
+
+
+def test_a_slow_drafter_that_does_not_help_is_asked_less_and_less() -> None:
+    policy = settled(lambda n: 1.0)
+    asked = 0
+    for _ in range(400):
+        if policy.resting():
+            policy.note(1, 1, 0, 0, 0.0)
+        else:
+            asked += 1
+            policy.note(1, 1, 0, 0, 0.003)
+    assert asked < 40
