@@ -156,15 +156,16 @@ class Stepper:
         kda.commit(self._pool.recurrent, self._pool.conv, log, self._stack, cursor)
 
     def _set(self, ids: Tensor, start: int, state: State) -> None:
-        W, n = self._window, ids.numel()
-        control = torch.zeros(4 + W, dtype=torch.int64)
-        control[0], control[1], control[2] = start, state.accepted, state.slot
-        slots = torch.arange(start, start + n) % W + 4
-        if ids.device.type == "cpu":
-            control[slots] = ids
-        self._control.copy_(control, non_blocking=True)
-        if ids.device.type != "cpu":
-            self._control[slots.to(ids.device)] = ids
+        """Fills the static buffers: one copy to the device when ids, int64 [n], are on the host."""
+        slots = [(start + i) % self._window for i in range(ids.numel())]
+        values = [start, state.accepted, state.slot, 0] + [0] * self._window
+        host = ids.device.type == "cpu"
+        if host:
+            for slot, token in zip(slots, ids.tolist(), strict=True):
+                values[4 + slot] = token
+        self._control.copy_(torch.tensor(values, dtype=torch.int64), non_blocking=True)
+        if not host:
+            self._ids[torch.tensor(slots, device=ids.device)] = ids
 
     def _pass(self, n: int) -> Window:
         return Window(self._pool, self.table, self._cursor, self._layers, self._log, n)
