@@ -44,7 +44,7 @@ def plain_run(latents: Latents, index: int, start: int, n: int) -> Run:
     """The peer: contiguous latents, absorbed queries, two products and a softmax in torch; no mask, no weights."""
     rows = latents.pool[:, index].reshape(-1, R + P)[: start + n]
     q = draw(n * H, R + P) * SCALE
-    return lambda: (q @ rows.t()).softmax(-1, dtype=torch.float32).to(q.dtype) @ rows[:, :R]
+    return lambda: (q @ rows.t()).softmax(-1) @ rows[:, :R]
 
 
 def decode_cases() -> list[Case]:

@@ -37,7 +37,7 @@ def _copy(kc, kp, source, keys, end, KEY: gl.constexpr, R: gl.constexpr, P: gl.c
 def attend_kernel(
     absorbed, pages, table, cursor, sums, tops, norms, factor, page_stride, H, n,
     KEY: gl.constexpr, R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
-    UNIT: gl.constexpr, SPLITS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    UNIT: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """Arguments, grid and results of decode_triton.attend_kernel; BM = BN = 64, eight warps."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
@@ -57,7 +57,8 @@ def attend_kernel(
     p = start + pair // H
     first = start + tile * BM // H
     last = start + gl.minimum((tile * BM + BM - 1) // H, n - 1)
-    low, high = (first // (UNIT * SPLITS) + 1) * UNIT, (last // (UNIT * SPLITS) + 1) * UNIT
+    low = gl.maximum(first // (UNIT * SPLITS) + 1, LEAST) * UNIT
+    high = gl.maximum(last // (UNIT * SPLITS) + 1, LEAST) * UNIT
     walks = 1 + (high != low).to(gl.int32)
     for walk in range(walks):
         span = gl.where(walk == 0, low, high)
@@ -106,11 +107,12 @@ def attend_kernel(
                 barrier()
                 acc = warpgroup_mma(ps, kc.index(now), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
-            mine = (pair < n * H) & ((p // (UNIT * SPLITS) + 1) * UNIT == span)
+            mine = (pair < n * H) & (gl.maximum(p // (UNIT * SPLITS) + 1, LEAST) * UNIT == span)
             at = pair.to(gl.int64) * SPLITS + split
             gl.store(tops + at, top, mask=mine)
             gl.store(norms + at, norm, mask=mine)
             at = gl.convert_layout(at, gl.SliceLayout(1, O))
             mine = gl.convert_layout(mine, gl.SliceLayout(1, O))
             column = gl.arange(0, R, gl.SliceLayout(0, O))
-            gl.store(sums + (at * R)[:, None] + column[None, :], acc, mask=mine[:, None])
+            acc = acc / gl.convert_layout(norm, gl.SliceLayout(1, O))[:, None]
+            gl.store(sums + (at * R)[:, None] + column[None, :], acc.to(sums.dtype.element_ty), mask=mine[:, None])

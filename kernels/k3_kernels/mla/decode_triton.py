@@ -24,19 +24,21 @@ UNIT = 64
 """Keys; spans are multiples of it, the page size must be."""
 SPLITS = 64
 """Splits of a row at most: with two tiles of 64 pairs for 96 heads they fill 128 of an H200's 132 processors."""
+LEAST = 4
+"""Units of the shortest span: shorter ones would serve one row behind few tokens and cost a full window its sums."""
 ROWS = 16
 """Window rows a head's small products are padded to: the least a matrix instruction takes."""
 LOG2E = 1.4426950408889634
 
 
 class Tiling(NamedTuple):
-    """Of `attend`: BM pairs of row and head, BN keys at a time, warps, pipeline stages; the Gluon form or Triton's."""
+    """Of `attend`: BM pairs of row and head, BN keys at a time, warps, pipeline stages, and who wrote the loop."""
 
     BM: int
     BN: int
     warps: int
     stages: int
-    gluon: bool = False
+    form: str = "triton"
 
 
 def tiling(dtype: torch.dtype, R: int, P: int, device: torch.device) -> Tiling:
@@ -44,21 +46,25 @@ def tiling(dtype: torch.dtype, R: int, P: int, device: torch.device) -> Tiling:
     if dtype != torch.bfloat16:
         return Tiling(16, 32, 4, 1)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return Tiling(64, 64, 8, 2, gluon=hopper and (R, P) == (512, 64))
+    return Tiling(64, 64, 8, 2, "gluon" if hopper and (R, P) == (512, 64) else "triton")
 
 
 def _attend(shape: Tiling) -> Any:
-    if not shape.gluon:
-        return attend_kernel
-    from k3_kernels.mla import decode_hopper_triton
+    if shape.form == "ws":
+        from k3_kernels.mla import decode_ws_triton
 
-    return decode_hopper_triton.attend_kernel
+        return decode_ws_triton.attend_kernel
+    if shape.form == "gluon":
+        from k3_kernels.mla import decode_hopper_triton
+
+        return decode_hopper_triton.attend_kernel
+    return attend_kernel
 
 
 @triton.jit
-def _span(p, UNIT: tl.constexpr, SPLITS: tl.constexpr):
+def _span(p, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
     """Keys of a split of the row at position p."""
-    return (p // (UNIT * SPLITS) + 1) * UNIT
+    return tl.maximum(p // (UNIT * SPLITS) + 1, LEAST) * UNIT
 
 
 @triton.jit
@@ -77,15 +83,16 @@ def absorb_kernel(
 ):  # fmt: skip
     """Grid (H, R / BR). absorbed [n H, R + P], pair i H + h of the window's i-th row; slots order the products."""
     h = tl.program_id(0)
+    k = tl.arange(0, BK)
+    r = tl.program_id(1) * BR + tl.arange(0, BR)
+    # The weights come from far and depend on nothing: they are asked for first.
+    w = tl.load(w_uk + (h * N + k)[:, None] * R + r[None, :], mask=(k < N)[:, None], other=0.0)
     start = tl.load(cursor)
     slot = tl.arange(0, ROWS)
     i = (slot - start % W + W) % W
     live = (slot < W) & (i < n)
-    k = tl.arange(0, BK)
-    r = tl.program_id(1) * BR + tl.arange(0, BR)
     source = q + slot[:, None] * q_row + h * q_head
     x = tl.load(source + k[None, :], mask=live[:, None] & (k < N)[None, :], other=0.0)
-    w = tl.load(w_uk + (h * N + k)[:, None] * R + r[None, :], mask=(k < N)[:, None], other=0.0)
     y = tl.dot(x, w, input_precision="ieee")
     to = absorbed + (i * H + h)[:, None] * (R + P)
     tl.store(to + r[None, :], y.to(absorbed.dtype.element_ty), mask=live[:, None])
@@ -98,10 +105,10 @@ def absorb_kernel(
 def attend_kernel(
     absorbed, pages, table, cursor, sums, tops, norms, factor, page_stride, H, n,
     KEY: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
-    UNIT: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, tiles). sums [n H, SPLITS, R], tops and norms [n H, SPLITS], fp32; factor: scale times log2 e;
-    KEY: elements from one key to the next."""
+    """Grid (SPLITS, tiles). sums [n H, SPLITS, R] divided by norms, tops and norms [n H, SPLITS] fp32; factor:
+    scale times log2 e; KEY: elements from one key to the next."""
     split, tile = tl.program_id(0), tl.program_id(1)
     start = tl.load(cursor).to(tl.int32)
     pair = tile * BM + tl.arange(0, BM)
@@ -109,7 +116,7 @@ def attend_kernel(
     p = start + pair // H
     first = start + tile * BM // H
     last = start + tl.minimum((tile * BM + BM - 1) // H, n - 1)
-    low, high = _span(first, UNIT, SPLITS), _span(last, UNIT, SPLITS)
+    low, high = _span(first, UNIT, SPLITS, LEAST), _span(last, UNIT, SPLITS, LEAST)
     r, e, x = tl.arange(0, R), tl.arange(0, P), tl.arange(0, BN)
     walks = 1 + (high != low).to(tl.int32)
     for walk in range(walks):
@@ -141,31 +148,38 @@ def attend_kernel(
                 norm = norm * shrink + tl.sum(weight, 1)
                 acc = tl.dot(weight.to(kc.dtype), kc, acc * shrink[:, None], input_precision="ieee")
                 top = new
-            mine = live & (_span(p, UNIT, SPLITS) == span)
+            mine = live & (_span(p, UNIT, SPLITS, LEAST) == span)
             at = pair.to(tl.int64) * SPLITS + split
             tl.store(tops + at, top, mask=mine)
             tl.store(norms + at, norm, mask=mine)
+            acc = (acc / norm[:, None]).to(sums.dtype.element_ty)
             tl.store(sums + at[:, None] * R + r[None, :], acc, mask=mine[:, None])
 
 
 @triton.jit
 def combine_kernel(
     sums, tops, norms, latent, cursor, factor, W, H,
-    R: tl.constexpr, BR: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr,
+    R: tl.constexpr, BR: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n H, R / BR). latent [H, W, R]."""
+    """Grid (n H, R / BR). latent [H, W, R]; BS splits at a time, in order."""
     pair = tl.program_id(0)
     p = tl.load(cursor) + pair // H
     r = tl.program_id(1) * BR + tl.arange(0, BR)
-    split = tl.arange(0, SPLITS)
-    there = split <= p // _span(p, UNIT, SPLITS)
-    at = pair.to(tl.int64) * SPLITS + split
-    top = tl.load(tops + at, mask=there, other=-1e30)
-    weight = tl.where(there, tl.exp2((top - tl.max(top, 0)) * factor), 0.0)
-    norm = tl.sum(weight * tl.load(norms + at, mask=there, other=0.0), 0)
-    part = tl.load(sums + at[:, None] * R + r[None, :], mask=there[:, None], other=0.0)
-    out = tl.sum(part * weight[:, None], 0) / norm
-    tl.store(latent + ((pair % H) * W + p % W) * R + r, out.to(latent.dtype.element_ty))
+    count = (p // _span(p, UNIT, SPLITS, LEAST) + 1).to(tl.int32)
+    every = tl.arange(0, SPLITS)
+    at = pair.to(tl.int64) * SPLITS
+    top = tl.max(tl.load(tops + at + every, mask=every < count, other=-1e30), 0)
+    out = tl.zeros([BR], tl.float32)
+    norm = 0.0
+    for first in range(0, count, BS):
+        split = first + tl.arange(0, BS)
+        there = split < count
+        weight = tl.exp2((tl.load(tops + at + split, mask=there, other=float("-inf")) - top) * factor)
+        weight *= tl.load(norms + at + split, mask=there, other=0.0)
+        part = tl.load(sums + (at + split)[:, None] * R + r[None, :], mask=there[:, None], other=0.0)
+        norm += tl.sum(weight, 0)
+        out += tl.sum(part.to(tl.float32) * weight[:, None], 0)
+    tl.store(latent + ((pair % H) * W + p % W) * R + r, (out / norm).to(latent.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -175,12 +189,12 @@ def project_kernel(
 ):  # fmt: skip
     """Grid (H, V / BV). out [W, H, V], zeros where no row is live."""
     h = tl.program_id(0)
-    slot = tl.arange(0, ROWS)
-    live = (slot < W) & ((slot - tl.load(cursor) % W + W) % W < n)
     r = tl.arange(0, R)
     v = tl.program_id(1) * BV + tl.arange(0, BV)
-    x = tl.load(latent + (h * W + slot)[:, None] * R + r[None, :], mask=live[:, None], other=0.0)
     w = tl.load(w_uv + (h * V + v)[:, None] * R + r[None, :], mask=(v < V)[:, None], other=0.0)
+    slot = tl.arange(0, ROWS)
+    live = (slot < W) & ((slot - tl.load(cursor) % W + W) % W < n)
+    x = tl.load(latent + (h * W + slot)[:, None] * R + r[None, :], mask=live[:, None], other=0.0)
     y = tl.dot(x, tl.trans(w), input_precision="ieee")
     to = out + (slot[:, None] * H + h) * V + v[None, :]
     tl.store(to, y.to(out.dtype.element_ty), mask=(slot < W)[:, None] & (v < V)[None, :])
@@ -206,7 +220,7 @@ def decode(
     n: int,
     tile: Tiling | None = None,
 ) -> Tensor:
-    """As the reference, without reading anything on the host. Workspace: n H SPLITS (R + 2) fp32."""
+    """As the reference, nothing read on the host. Workspace: n H SPLITS R halves, 50 MB for 8 rows of 96 heads."""
     W, H = q.shape[:2]
     N, R = w_uk.shape[1:]
     V, P = w_uv.shape[1], q.shape[2] - N
@@ -214,7 +228,9 @@ def decode(
     pairs, factor = n * H, scale * LOG2E
     empty: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     absorbed = torch.empty(pairs, R + P, device=q.device, dtype=q.dtype)
-    sums = torch.empty(pairs, SPLITS, R, **empty)
+    # Means of latents, which a norm keeps small: halves carry three bits more than the bf16 they end as.
+    kind = torch.float32 if q.dtype == torch.float32 else torch.float16
+    sums = torch.empty(pairs, SPLITS, R, device=q.device, dtype=kind)
     tops, norms = torch.empty(pairs, SPLITS, **empty), torch.empty(pairs, SPLITS, **empty)
     latent = torch.empty(H, W, R, device=q.device, dtype=q.dtype)
     out = torch.empty(W, H, V, device=q.device, dtype=q.dtype)
@@ -225,11 +241,13 @@ def decode(
     )  # fmt: skip
     _attend(shape)[(SPLITS, triton.cdiv(pairs, shape.BM))](
         absorbed, pages, table, cursor, sums, tops, norms, factor, pages.stride(0), H, n,
-        KEY=pages.stride(1), R=R, P=P, PAGE=pages.shape[1], UNIT=UNIT, SPLITS=SPLITS, BM=shape.BM, BN=shape.BN,
-        num_warps=shape.warps, num_stages=shape.stages,
+        KEY=pages.stride(1), R=R, P=P, PAGE=pages.shape[1],
+        UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, BM=shape.BM, BN=shape.BN,
+        num_warps=4 if shape.form == "ws" else shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     combine_kernel[(pairs, R // BR)](
-        sums, tops, norms, latent, cursor, factor, W, H, R=R, BR=BR, UNIT=UNIT, SPLITS=SPLITS
-    )
+        sums, tops, norms, latent, cursor, factor, W, H,
+        R=R, BR=BR, UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, BS=16,
+    )  # fmt: skip
     project_kernel[(H, triton.cdiv(V, BV))](latent, w_uv, out, cursor, W, H, n, V=V, BV=BV, R=R, ROWS=ROWS)
     return out

@@ -1,4 +1,4 @@
-"""Merging attention over blocks of keys by their log-sum-exps."""
+"""Around the library's attention: keys put together from their two parts, results of key blocks merged."""
 
 from __future__ import annotations
 
@@ -44,3 +44,37 @@ def merge(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor, out:
         total.stride(0), total.stride(1), part.stride(0), part.stride(1), out.stride(0), out.stride(1), T, V,
         BT=BT, BV=triton.next_power_of_2(V),
     )  # fmt: skip
+
+
+@triton.jit
+def pack_kernel(
+    expanded, shared, keys, expanded_row, expanded_head, shared_row, n, H,
+    N: tl.constexpr, BK: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Grid (n / BT, H)."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    h = tl.program_id(1)
+    k, e = tl.arange(0, BK), tl.arange(0, BP)
+    wide = t.to(tl.int64)[:, None]
+    there = (t < n)[:, None]
+    to = keys + (wide * H + h) * (N + P)
+    x = tl.load(expanded + wide * expanded_row + h * expanded_head + k[None, :], mask=there & (k < N)[None, :])
+    tl.store(to + k[None, :], x, mask=there & (k < N)[None, :])
+    y = tl.load(shared + wide * shared_row + e[None, :], mask=there & (e < P)[None, :])
+    tl.store(to + N + e[None, :], y, mask=there & (e < P)[None, :])
+
+
+def pack(expanded: Tensor, shared: Tensor, width: int) -> Tensor:
+    """Keys [n, H, width + P]: the first `width` of expanded [n, H, ...], then shared [n, P] for every head.
+
+    Last dimensions contiguous.
+    """
+    n, H = expanded.shape[:2]
+    P = shared.shape[1]
+    keys = expanded.new_empty(n, H, width + P)
+    BT = 32
+    pack_kernel[(triton.cdiv(n, BT), H)](
+        expanded, shared, keys, expanded.stride(0), expanded.stride(1), shared.stride(0), n, H,
+        N=width, BK=triton.next_power_of_2(width), P=P, BP=triton.next_power_of_2(P), BT=BT,
+    )  # fmt: skip
+    return keys

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3_kernels.mla.merge_triton import merge
+from k3_kernels.mla.merge_triton import merge, pack
 
 BLOCK = 16384
 """Keys expanded at once, at multiples of it: for 96 heads 1.4 GB of keys and values."""
@@ -24,7 +24,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
 
 
 def expand(pages: Tensor, table: Tensor, w_kv_b: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Keys [n, H, N + P] and values [n, H, V] (a view, last dimension contiguous) of positions first to stop - 1."""
+    """Of positions first to stop - 1: expanded keys and values [n, H, N + V], the shared key part [n, P]."""
     H, width, R = w_kv_b.shape
     size, row = pages.shape[1:]
     ids = table[first // size : -(-stop // size)].long()
@@ -48,10 +48,7 @@ def prefill(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int,
     lse: Tensor | None = None
     for first, stop, causal in blocks:
         expanded, shared = expand(pages, table, w_kv_b, first, stop)
-        keys = expanded.new_empty(stop - first, H, width)
-        keys[..., :N] = expanded[..., :N]
-        keys[..., N:] = shared.unsqueeze(1)
-        part, part_lse = attention(q, keys, expanded[..., N:], causal, scale)
+        part, part_lse = attention(q, pack(expanded, shared, N), expanded[..., N:], causal, scale)
         if total is None or lse is None:
             total, lse = part, part_lse.contiguous()
             continue
