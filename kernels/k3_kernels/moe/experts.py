@@ -12,24 +12,30 @@ from k3_kernels.activation.reference import Activation
 from k3_kernels.moe import reference
 from k3_kernels.moe.reference import MX_GROUP, Experts
 
-MOST_EXPERTS = 4096
+MOST_EXPERTS, MOST_ROWS = 4096, 16
 
 
 def window_choice(z: Tensor, experts: Experts) -> select.Choice:
     """What `experts_window` runs with for rows like z [W, L], and why."""
-    return select.choose(z.device, _refusal(z, experts, 16))
+    refused = _refusal(z, experts, MX_GROUP)
+    if refused is None and z.shape[0] > MOST_ROWS:
+        refused = f"window of {z.shape[0]} rows: the kernel takes up to {MOST_ROWS}"
+    return select.choose(z.device, refused)
 
 
-def _refusal(z: Tensor, experts: Experts, most: int | None) -> str | None:
+def grouped_choice(z: Tensor, experts: Experts) -> select.Choice:
+    """What `experts_grouped` runs with for rows like z [T, L], and why."""
+    return select.choose(z.device, _refusal(z, experts, 128))
+
+
+def _refusal(z: Tensor, experts: Experts, unit: int) -> str | None:
     if z.dtype not in (torch.bfloat16, torch.float32):
         return f"{z.dtype}: the kernel takes bfloat16 and float32"
     if experts.w13_scale is None and experts.w13.dtype != z.dtype:
         return f"dense experts in {experts.w13.dtype}, rows in {z.dtype}: the kernel takes one type"
     F = experts.w13.shape[1] // 2
-    if F % MX_GROUP or z.shape[-1] % MX_GROUP:
-        return f"experts of {z.shape[-1]} x {F}: the kernel takes multiples of {MX_GROUP}"
-    if most is not None and z.shape[0] > most:
-        return f"window of {z.shape[0]} rows: the kernel takes up to {most}"
+    if F % unit or z.shape[-1] % unit:
+        return f"experts of {z.shape[-1]} x {F}: the kernel takes multiples of {unit}"
     return None
 
 
@@ -98,3 +104,18 @@ def experts_window(
         assert 0 <= n <= z.shape[0], (n, z.shape)
         return window_triton.experts_window(z, ids, weights, experts, act, cursor, n)
     return reference.experts_window(z, ids, weights, experts, act, cursor, n)
+
+
+def experts_grouped(z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, act: Activation) -> Tensor:
+    """`sum_e w_e f_e(z)` for many tokens: pairs of token and expert are sorted by expert, so that weights are decoded
+    once for many tokens.
+
+    z [T, L] (fp32 or bf16), ids [T, k] int64, weights [T, k] fp32. Products are summed in fp32, experts in the order of
+    ids; inner values and experts' outputs are rounded to z's dtype. The same call gives the same bits; another T may
+    not. Returns [T, L] in z's dtype.
+    """
+    if grouped_choice(z, experts).kernel:
+        from k3_kernels.moe import grouped_triton
+
+        return grouped_triton.experts_grouped(z, ids, weights, experts, act)
+    return reference.experts_grouped(z, ids, weights, experts, act)

@@ -128,14 +128,12 @@ def _columns(
 
 
 @triton.jit
-def _words(at, scale_at, rows, words, EVEN: tl.constexpr, FULL: tl.constexpr):
-    """A step's words and their scales; beyond the matrix, zeros."""
-    if EVEN and FULL:
-        x, s = tl.load(at), tl.load(scale_at)
+def _words(at, rows, words, WHOLE: tl.constexpr):
+    """A step's words, or the scales of its words; beyond the matrix, zeros."""
+    if WHOLE:
+        return tl.load(at)
     else:
-        inside = rows[:, None] & words[None, :]
-        x, s = tl.load(at, mask=inside, other=0), tl.load(scale_at, mask=inside, other=0)
-    return x, s
+        return tl.load(at, mask=rows[:, None] & words[None, :], other=0)
 
 
 @triton.jit
@@ -152,7 +150,8 @@ def _product(
     R: tl.constexpr,
     PACKED: tl.constexpr,
     UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HINT: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Rows [BN] of one expert's matrix (w, scales: its first element) times the rows behind z [1, R]: fp32 [BN, R]."""
@@ -163,17 +162,43 @@ def _product(
         word = tl.arange(0, 16)
         at = w + rows[:, None] * J + word[None, :]
         scale_at = scales + rows[:, None] * (J // 4) + (word // 4)[None, :]
-        for j in tl.range(0, J, 16 * UNROLL, num_stages=STAGES):
-            x, s = _words(at + j, scale_at + j // 4, inside, j + word < J, EVEN, FULL)
+        WHOLE: tl.constexpr = EVEN and FULL
+        if AHEAD:  # the next step's words are on their way while this one's are decoded
+            x = _words(at, inside, word < J, WHOLE)
             if UNROLL == 2:
-                x1, s1 = _words(at + j + 16, scale_at + j // 4 + 4, inside, j + 16 + word < J, EVEN, FULL)
+                x1 = _words(at + 16, inside, 16 + word < J, WHOLE)
+        for j in tl.range(0, J, 16 * UNROLL, num_stages=1):
+            if AHEAD:
+                following = tl.minimum(j + 16 * UNROLL, (J - 1) // (16 * UNROLL) * (16 * UNROLL))
+                y = _words(at + following, inside, following + word < J, WHOLE)
+                if UNROLL == 2:
+                    y1 = _words(at + following + 16, inside, following + 16 + word < J, WHOLE)
+                if ASM and HINT:
+                    tl.inline_asm_elementwise(
+                        "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
+                        "=r,l",
+                        [scales + rows * (J // 4) + following // 4],
+                        dtype=tl.int32,
+                        is_pure=False,
+                        pack=1,
+                    )
+            else:
+                x = _words(at + j, inside, j + word < J, WHOLE)
+                if UNROLL == 2:
+                    x1 = _words(at + j + 16, inside, j + 16 + word < J, WHOLE)
+            s = _words(scale_at + j // 4, inside, j + word < J, WHOLE)
             acc = _columns(z, acc, x, s, j, live, WIDTH, BN, EVEN, ASM)
             if UNROLL == 2:
+                s1 = _words(scale_at + j // 4 + 4, inside, j + 16 + word < J, WHOLE)
                 acc = _columns(z, acc, x1, s1, j + 16, live, WIDTH, BN, EVEN, ASM)
+            if AHEAD:
+                x = y
+                if UNROLL == 2:
+                    x1 = y1
         acc *= 4611686018427387904.0  # 2^62
     else:
         k = tl.arange(0, 32)
-        for start in tl.range(0, WIDTH, 32, num_stages=STAGES):
+        for start in tl.range(0, WIDTH, 32, num_stages=1):
             a = tl.load(w + rows[:, None] * WIDTH + start + k[None, :], mask=inside[:, None], other=0.0)
             b = tl.load(z + start + k[:, None], mask=live, other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
@@ -199,7 +224,8 @@ def _up(
     R: tl.constexpr,
     PACKED: tl.constexpr,
     UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HINT: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """inner[pair] = act(gate, up) of BN/2 features of one expert, for every row that chose it."""
@@ -229,7 +255,8 @@ def _up(
             R,
             PACKED,
             UNROLL,
-            STAGES,
+            AHEAD,
+            HINT,
             ASM,
         )
         gate, up = tl.split(tl.permute(tl.reshape(found, (BN // 2, 2, R)), (0, 2, 1)))
@@ -253,7 +280,8 @@ def _down(
     R: tl.constexpr,
     PACKED: tl.constexpr,
     UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HINT: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """out[pair] fp32 = BN rows of one expert's second matrix times inner[pair]."""
@@ -269,8 +297,12 @@ def _down(
         else:
             w += e * (L * F)
         z = inner + pair[None, :].to(tl.int64) * INNER_STRIDE
-        found = _product(w, scales, rows, rows < L, z, live, F, L % BN == 0, BN, R, PACKED, UNROLL, STAGES, ASM)
-        tl.store(out + pair[None, :].to(tl.int64) * L + rows[:, None], found.to(out.dtype.element_ty), mask=live & (rows < L)[:, None])
+        found = _product(w, scales, rows, rows < L, z, live, F, L % BN == 0, BN, R, PACKED, UNROLL, AHEAD, HINT, ASM)
+        tl.store(
+            out + pair[None, :].to(tl.int64) * L + rows[:, None],
+            found.to(out.dtype.element_ty),
+            mask=live & (rows < L)[:, None],
+        )
 
 
 @triton.jit
@@ -297,10 +329,11 @@ def experts_window(
     cursor: Tensor,
     n: int,
     *,
-    up_tile: int = 32,
-    down_tile: int = 32,
-    unroll: int = 1,
-    stages: int = 1,
+    up_tile: int = 16,
+    down_tile: int = 16,
+    unroll: int = 2,
+    ahead: bool = True,
+    hint: bool = True,
 ) -> Tensor:
     """The kernels' form of `k3_kernels.moe.experts_window`; the tile sizes are for benchmarks."""
     W, k = ids.shape
@@ -330,13 +363,13 @@ def experts_window(
         )  # fmt: skip
         _up[(triton.cdiv(2 * F, up_tile), n * k)](
             rows, w13, s13, used, member, inner,
-            L, F, k, width, inner_width, beta, linear_beta, up_tile, R, packed, unroll, stages, asm,
-            num_warps=1, num_stages=stages,
+            L, F, k, width, inner_width, beta, linear_beta, up_tile, R, packed, unroll, ahead, hint, asm,
+            num_warps=1, num_stages=1,
         )  # fmt: skip
         _down[(triton.cdiv(L, down_tile), n * k)](
             inner, w2, s2, used, member, parts,
-            L, F, inner_width, down_tile, R, packed, unroll, stages, asm,
-            num_warps=1, num_stages=stages,
+            L, F, inner_width, down_tile, R, packed, unroll, ahead, hint, asm,
+            num_warps=1, num_stages=1,
         )  # fmt: skip
     _combine[(triton.cdiv(L, 256), W)](parts, weights, cursor, out, n, W, k, L, 256, num_warps=4)
     return out
