@@ -141,9 +141,9 @@ class NgramIndex:
         """
         ids, links = self.ids, self._chains[n].links
         end = len(ids)
-        if end < n:
-            return
         tail = ids[end - n :]
+        if end < n or BREAK in tail:
+            return
         place = links[end]
         while place and limit:
             if ids[place - n : place] == tail:
