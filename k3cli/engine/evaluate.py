@@ -15,6 +15,7 @@ from k3cli.engine import events as ev
 from k3cli.engine import record
 from k3cli.engine.head import Head
 from k3cli.engine.restore import InterruptedWorkError
+from k3cli.engine.saving import Saver, save_events
 from k3cli.engine.timeline import Cancel, never, overflow
 from k3cli.errors import ModelError, UsageError
 
@@ -72,9 +73,10 @@ def replay_into(
 ) -> Iterator[ev.Event]:
     """Evaluate the recorded turns under this engine's model (and another head, if asked) into a new session.
 
-    The recorded ids are kept as they are, only the ids of the head change; one turn is saved for each recorded one.
-    Nothing is generated. The tokenizer and the chat format must be the recorded ones (ModelError); thinking can't be
-    switched, since it is part of every recorded answer. On a cancel the turns saved so far stay.
+    The recorded ids are kept as they are, only the ids of the head change; one turn is saved for each recorded one,
+    while the next one is evaluated. Nothing is generated. The tokenizer and the chat format must be the recorded ones
+    (ModelError); thinking can't be switched, since it is part of every recorded answer. On a cancel the turns saved so
+    far stay.
     """
     _same_tokenizer(engine, store, name)
     session = store.session(name)
@@ -104,7 +106,10 @@ def replay_into(
     before = {tool["function"]["name"] for tool in old.tools}
     fixed = {"head": fresh.to_json(), "model": engine.name}
     timeline = engine.timeline()
-    with store.writer(new, create=True, identity=engine.identity, layout=engine.layout, fixed=fixed) as writer:
+    total = turns[-1].start + len(turns[-1].tokens) + shift
+    counts: dict[str, int] = {}
+    writer = store.writer(new, create=True, identity=engine.identity, layout=engine.layout, fixed=fixed)
+    with Saver(store, writer) as saver:
         for number, turn in enumerate(turns, 1):
             meta = record.meta_of(turn)
             ids, prompt = list(turn.tokens), meta["prompt"]
@@ -114,7 +119,9 @@ def replay_into(
             timeline.extend(ids)
             # The last id stays pending, as after an answer: the next turn evaluates it with its prompt.
             for _ in timeline.prefill_to(len(timeline.tokens) - 1, cancel):
-                yield ev.Progress("replay", timeline.position, turns[-1].start + len(turns[-1].tokens) + shift)
+                yield ev.Progress("replay", timeline.position, total)
+            # Until here the turn before was being saved.
+            yield from _saved(saver, new, counts)
             if timeline.position < len(timeline.tokens) - 1:
                 raise InterruptedWorkError(
                     f"stopped in turn {number}", do=f"session {new} holds {number - 1} turns" if number > 1 else None
@@ -132,22 +139,19 @@ def replay_into(
                 "runtime": engine.runtime(),
                 "evaluated_from": {"session": name, "turn": turn.id},
             }
-            report = writer.commit(TurnDraft(tuple(ids), timeline.position, done), timeline.snapshot())
-            yield ev.Saved(
-                session=new,
-                turn=report.turn.id,
-                position=timeline.position,
-                pending=len(timeline.pending),
-                reused=0,
-                replayed=timeline.position - begin,
-                prefilled=0,
-                generated=0,
-                bytes_written=report.bytes_written,
-                bytes_pages=report.bytes_pages,
-                bytes_checkpoint=report.bytes_checkpoint,
-                seconds=report.seconds,
-                turns=report.stored,
-            )
+            counts = {"reused": 0, "replayed": timeline.position - begin, "prefilled": 0, "generated": 0}
+            saver.start([(TurnDraft(tuple(ids), timeline.position, done), timeline.snapshot())])
+        yield from _saved(saver, new, counts)
+
+
+def _saved(saver: Saver, session: str, counts: Mapping[str, int]) -> list[ev.Event]:
+    """Wait for the save under way; what there is to tell of it. A save that failed is raised: nobody tries again."""
+    result = saver.take()
+    if result is None:
+        return []
+    if result.error is not None:
+        raise result.error
+    return save_events(result, session, counts, saver.queued)
 
 
 def _same_tokenizer(engine: Engine, store: Any, name: str) -> None:

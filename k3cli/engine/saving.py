@@ -99,6 +99,12 @@ class Saver:
         assert self._result is not None
         return self._result
 
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self.close(wait=kind is None or issubclass(kind, (Exception, GeneratorExit)))
+
     def close(self, *, wait: bool = True) -> None:
         """Give the session back, after the save under way; without waiting, the lock ends with the process."""
         if wait and self._thread is not None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import nullcontext
 
 import pytest
 from k3_sessions.config import StoreConfig
-from k3_sessions.errors import SessionMissing
+from k3_sessions.errors import SessionMissing, StoreFull
 from k3_sessions.fs import RealFS
 from k3_sessions.store import Store
 
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
+from k3cli.engine.evaluate import replay_into
 from k3cli.engine.sampling import Sampling
 from k3cli.engine.timeline import Snapshot
 
@@ -242,3 +244,31 @@ def test_a_closed_iterator_saves_behind_too(make_fake_engine, slow, talk) -> Non
         saved, done = conversation.settle()
         assert (saved.type, done.reason, done.saved) == ("saved", "cancelled", True)
     assert store.log("a")[0].meta["stop"] == "cancelled"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_evaluating_into_a_new_session_saves_behind_the_next_turn(make_fake_engine, slow, talk, fails) -> None:
+    fs, store = slow
+    engine = make_fake_engine()
+    with Conversation.open(engine, store, "a", mode="create") as conversation:
+        for text in ("One", "Two", "Three"):
+            talk(conversation, text)
+        tokens = list(conversation._timeline.tokens)
+    first = store.log("a")[0].position
+    fs.gate.clear()
+    fs.error = errno.ENOSPC if fails else None
+    events = []
+    with pytest.raises(StoreFull) if fails else nullcontext():
+        for event in replay_into(engine, store, "a", "b"):
+            events.append(event)
+            if isinstance(event, ev.Progress) and event.done > first + 1:
+                assert fs.gate.is_set() or not store.exists("b"), "turn 2 is evaluated before turn 1 is on disk"
+                fs.gate.set()
+    assert len(of(events, ev.Saved)) == (0 if fails else 3)
+    assert store.exists("b") is not fails
+    if not fails:
+        assert [s.turn for s in of(events, ev.Saved)] == [t.id for t in store.log("b")]
+        with Conversation.open(engine, store, "b", mode="resume") as again:
+            assert again._timeline.tokens == tokens
+    fs.error = None
+    store.writer("c", create=True, identity=engine.identity, layout=engine.layout).close()
