@@ -1,7 +1,11 @@
-"""Mixing over depth and the RMS norm behind it, one program a token.
+"""Mixing over depth and the RMS norm behind it.
 
-The sources of a token (up to 16 rows) are read once and stay in registers, as they came, from the scores to the sum.
-Two reductions go across the program: all scores and squares at once, then the square of the mix.
+Many tokens: one program a token reads its sources (up to 16 rows) once and keeps them in registers, as they came, from
+the scores to the sum; two reductions go across the program.
+
+Few tokens: a program would be alone on its processor and bound by its instructions, so the width is cut into chunks.
+`_gram` multiplies a chunk of the sources with itself and with the query; those products are all that scores, squares
+and the square of the mix are made of. `_apply` adds them up over the chunks, in order, and mixes its own chunk.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+FEW, CHUNK = 16, 512
 
 
 @triton.jit
@@ -87,6 +93,77 @@ def _mix(
     tl.store(out + t * D + column, found, mask=inside)
 
 
+@triton.jit
+def _gram(
+    sources,
+    stride_m,
+    stride_t,
+    query,
+    added,
+    grams,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """grams[t, chunk] [16, 16]: products of sources over a chunk, and in column 15 those with the query."""
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1)
+    column = c * CHUNK + tl.arange(0, CHUNK)
+    row = tl.arange(0, 16)
+    inside = column < D
+    at = sources + row[:, None].to(tl.int64) * stride_m + t * stride_t + column[None, :]
+    x = tl.load(at, mask=(row < M)[:, None] & inside[None, :], other=0.0)
+    if ADD:
+        extra = tl.load(added + t * D + column, mask=inside, other=0.0).to(tl.float32)
+        last = (row == M - 1)[:, None]
+        x = tl.where(last, (x.to(tl.float32) + extra[None, :]).to(x.dtype), x)
+        tl.store(at, x, mask=last & inside[None, :])
+    full = x.to(tl.float32)
+    q = tl.load(query + column, mask=inside, other=0.0)
+    gram = tl.dot(x, tl.trans(x), input_precision="ieee")
+    score = tl.sum(full * q[None, :], 1)
+    gram = tl.where((row == 15)[None, :], score[:, None], gram)
+    to = grams + (t * tl.num_programs(1) + c) * 256 + row[:, None] * 16 + row[None, :]
+    tl.store(to, gram)
+
+
+@triton.jit
+def _apply(
+    sources,
+    stride_m,
+    stride_t,
+    grams,
+    weight,
+    out,
+    mix_eps,
+    norm_eps,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    row = tl.arange(0, 16)
+    inside = column < D
+    at = sources + row[:, None].to(tl.int64) * stride_m + t * stride_t + column[None, :]
+    x = tl.load(at, mask=(row < M)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=inside, other=0.0)
+    gram = tl.zeros((16, 16), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        gram += tl.load(grams + (t * CHUNKS + c) * 256 + row[:, None] * 16 + row[None, :])
+    square = tl.sum(tl.where(row[:, None] == row[None, :], gram, 0.0), 1)
+    score = tl.sum(tl.where((row == 15)[None, :], gram, 0.0), 1)
+    score = tl.where(row < M, score * tl.rsqrt(square / D + mix_eps), float("-inf"))
+    share = tl.exp(score - tl.max(score, 0))
+    share = share / tl.sum(share, 0)
+    power = tl.sum(tl.sum(gram * share[None, :], 1) * share, 0)  # of the mix; column 15 has no share
+    found = tl.sum(x * share[:, None], 0).to(out.dtype.element_ty).to(tl.float32)
+    found = (found * tl.rsqrt(power / D + norm_eps)).to(out.dtype.element_ty).to(tl.float32) * w.to(tl.float32)
+    tl.store(out + t * D + column, found.to(out.dtype.element_ty), mask=inside)
+
+
 def mix_norm(
     sources: Tensor,
     query: Tensor,
@@ -95,12 +172,25 @@ def mix_norm(
     norm_eps: float,
     add: Tensor | None = None,
     *,
+    few: int = FEW,
+    chunk: int = CHUNK,
     warps: int = 16,
 ) -> Tensor:
     """The kernel's form of `k3_kernels.attnres.mix_norm`, without the norm when there is no weight."""
     M, T, D = sources.shape
     out = torch.empty(T, D, dtype=sources.dtype, device=sources.device)
-    if T:
+    if 0 < T <= few and M < 16 and weight is not None:
+        chunks = triton.cdiv(D, chunk)
+        grams = torch.empty(T, chunks, 16, 16, dtype=torch.float32, device=sources.device)
+        _gram[(T, chunks)](
+            sources, sources.stride(0), sources.stride(1), query, out if add is None else add, grams,
+            M, D, chunk, add is not None, num_warps=4,
+        )  # fmt: skip
+        _apply[(T, chunks)](
+            sources, sources.stride(0), sources.stride(1), grams, weight, out, mix_eps, norm_eps,
+            M, D, chunks, chunk, num_warps=4,
+        )  # fmt: skip
+    elif T:
         BD = max(8, triton.next_power_of_2(D))
         _mix[(T,)](
             sources, sources.stride(0), sources.stride(1), query, out if weight is None else weight,

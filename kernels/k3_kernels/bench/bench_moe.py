@@ -20,7 +20,7 @@ E, K, L, F = 896, 16, 3584, 3072
 EXPERT_BYTES = 3 * L * F // 2 + 3 * L * F // 32
 ACT = Situ(4.0, 25.0)
 WINDOW = ((1, 105.0), (2, 190.0), (8, 640.0))
-GROUPED = ((8192, 22_000.0),)
+GROUPED = ((512, None), (2048, None), (8192, 22_000.0))
 
 
 def experts(count: int = E) -> moe.Experts:
@@ -66,6 +66,19 @@ def window_cases(stack: moe.Experts, run: Callable[..., Tensor] = moe.experts_wi
     return found
 
 
+def grouped_cases(stack: moe.Experts, run: Callable[..., Tensor] = moe.experts_grouped) -> list[Case]:
+    """Chunks of a prefill."""
+    found = []
+    for T, target in GROUPED:
+        ids, weights = choices(T)
+        used = ids.unique().numel()
+        z = torch.randn(T, L, dtype=torch.bfloat16, device="cuda")
+        runs = [partial(run, z, ids, weights, stack, ACT)]
+        moved = used * EXPERT_BYTES + 2 * T * L * 2
+        found.append(Case("moe.experts_grouped", f"{T} tokens", runs, moved, 2 * T * K * 3 * L * F, target_us=target))
+    return found
+
+
 def cases() -> list[Case]:
     stack = experts()
-    return window_cases(stack)
+    return window_cases(stack) + grouped_cases(stack)

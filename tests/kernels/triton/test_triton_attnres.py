@@ -23,8 +23,10 @@ def make(sources, T, D, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("few", [0, 16])
 @pytest.mark.parametrize(("sources", "T", "D"), SHAPES + ([(9, 8, 7168), (2, 300, 7168)] if DEVICE == "cuda" else []))
-def test_mix_norm(sources, T, D, dtype):
+def test_mix_norm(sources, T, D, few, dtype):
+    chunk = 512 if D > 100 else 16
     slab, query, weight, added = make(sources, T, D, dtype)
     want_slab = slab.clone()
     want_slab[sources, 1 : T + 1] += added
@@ -32,13 +34,15 @@ def test_mix_norm(sources, T, D, dtype):
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     try:
-        found = mix_triton.mix_norm(slab[1 : sources + 1, 1 : T + 1], query, weight, 1e-5, 1e-3, added)
+        found = mix_triton.mix_norm(
+            slab[1 : sources + 1, 1 : T + 1], query, weight, 1e-5, 1e-3, added, few=few, chunk=chunk
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert error(found.cpu(), mix_definition(*inputs, 1e-5, 1e-3)) <= TOLERANCE[dtype]
     assert torch.equal(slab, want_slab)
-    again = mix_triton.mix_norm(slab[1 : sources + 1, 1 : T + 1], query, weight, 1e-5, 1e-3)
+    again = mix_triton.mix_norm(slab[1 : sources + 1, 1 : T + 1], query, weight, 1e-5, 1e-3, few=few, chunk=chunk)
     assert torch.equal(again, found)
     if T:
-        alone = mix_triton.mix_norm(slab[1 : sources + 1, T : T + 1], query, weight, 1e-5, 1e-3)
+        alone = mix_triton.mix_norm(slab[1 : sources + 1, T : T + 1], query, weight, 1e-5, 1e-3, few=few, chunk=chunk)
         assert torch.equal(alone[0], found[-1])
