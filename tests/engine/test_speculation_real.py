@@ -94,10 +94,10 @@ def test_tiny_any_drafter(kind, tiny_engine, session, hostile, reckless) -> None
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
 def test_tiny_any_window(window, tiny_model, session, hostile, reckless) -> None:
     engine = Engine.load(tiny_model, device="cpu", window=window)
-    truth, plain = session(engine, SAMPLINGS["warm"])
+    truth, plain = session(engine, SAMPLINGS["cool"])
     for rows in {2, window // 2, window} & set(range(1, window + 1)):
         make = hostile(truth, 512, special(engine))["half"]
-        assert session(engine, SAMPLINGS["warm"], make, rows)[1] == plain, rows
+        assert session(engine, SAMPLINGS["cool"], make, rows)[1] == plain, rows
 
 
 @pytest.mark.parametrize("kind", ["greedy", "filtered"])
@@ -131,7 +131,8 @@ def test_nano_drafts_pay_where_text_repeats(nano) -> None:
 def test_a_crash_inside_a_window_leaves_the_session_as_plain_decoding_would(
     call, tiny_engine, session, hostile, reckless, monkeypatch, tmp_path
 ) -> None:
-    truth, plain = session(tiny_engine, SAMPLINGS["warm"])
+    truth, plain = session(tiny_engine, SAMPLINGS["cool"])
+    assert [len(turn[0]) > MANY[n] for n, turn in enumerate(plain[:2])] == [True, True]
     model = tiny_engine.model
     whole = getattr(model, call)
     for n in (1, 3, 6):
@@ -147,7 +148,7 @@ def test_a_crash_inside_a_window_leaves_the_session_as_plain_decoding_would(
 
         tiny_engine.speculate(choose("suffix"), make=hostile(truth, 512, special(tiny_engine))["half"])
         store = Store.open(tmp_path / f"crash-{n}", config=StoreConfig(free_floor_bytes=0, free_floor_share=0.0))
-        sampling = SAMPLINGS["warm"]
+        sampling = SAMPLINGS["cool"]
         message = [[{"role": "user", "content": text}] for text in TEXTS]
         with Conversation.open(tiny_engine, store, "a", mode="create") as conversation:
             list(conversation.turn(message[0], Sampling(max_tokens=MANY[0], **sampling)))
