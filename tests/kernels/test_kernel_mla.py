@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from k3_kernels import mla
-from k3_kernels.mla import reference
 from k3_kernels.ops import decode_definition, error
 from torch import Tensor
 
@@ -55,13 +54,6 @@ def test_bits_depend_on_position_alone(start: int):
     q, pages, table, *rest = given
     straight = torch.empty_like(pages).copy_(pages[table.long()])
     assert torch.equal(attend((q, straight, torch.arange(len(table)).int(), *rest), W), whole)
-
-
-def test_groups_of_pages_cover_every_key_once():
-    pages = torch.arange(40 * 4.0).view(40, 4, 1)
-    for p in (0, 3, 4, 63, 64, 65, 159):
-        parts = list(reference._groups(pages, list(range(40)), p))
-        assert torch.cat([part.flatten() for part in parts]).tolist() == list(range(p + 1))
 
 
 @pytest.mark.parametrize("start", [0, 29, 32])

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from k3_kernels import select
 from k3_kernels.mla import reference
-from k3_kernels.mla.reference import decode_blocks, prefill_blocks, store
+from k3_kernels.mla.reference import store
 
-__all__ = ["append", "choose_decode", "choose_prefill", "decode", "decode_blocks", "prefill", "prefill_blocks", "store"]
+__all__ = ["append", "choose_decode", "choose_prefill", "decode", "prefill", "store"]
 
 
 def append(rows: Tensor, pages: Tensor, table: Tensor, cursor: Tensor, n: int) -> None:

@@ -8,7 +8,7 @@ position p is row p % page of page table[p // page]. Softmax and merges are fp32
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -110,72 +110,44 @@ def decode(
     absorbed[..., R:] = queries[..., N:]
     absorbed.mul_(scale)
     start, size = int(cursor[0]), pages.shape[1]
-    ids = table[: (start + n - 1) // size + 1].tolist()
     latent = torch.zeros(H, W, R, dtype=torch.float32, device=q.device)
-    for p in range(start, start + n):
-        row = absorbed[:, p % W].contiguous()
-        latent[:, p % W] = _attend(row, _groups(pages, ids, p), R)
+    for own in range(start // size, (start + n - 1) // size + 1):
+        # A window that crosses a page: each row reads what it would read alone.
+        here = range(max(start, own * size), min(start + n, (own + 1) * size))
+        sums = [_Sums(absorbed[:, p % W].contiguous(), R) for p in here]
+        ids = table[: own + 1].tolist()
+        for first in range(0, own, GROUP):
+            keys = _group(pages, ids[first : min(first + GROUP, own)]).float()
+            for row in sums:
+                row.add(keys)
+        last = pages[ids[own]].float()
+        for p, row in zip(here, sums, strict=True):
+            row.add(last[None, : p % size + 1])
+            latent[:, p % W] = row.out / row.norm
     return torch.bmm(latent, w_uv.float().mT).transpose(0, 1).to(q.dtype)
 
 
-def _groups(pages: Tensor, ids: Sequence[int], p: int) -> Iterator[Tensor]:
-    """The keys of the row at position p as [pages, rows, R + P]: groups of full pages, then its own page up to it."""
-    own, last = divmod(p, pages.shape[1])
-    for first in range(0, own, GROUP):
-        some = ids[first : min(first + GROUP, own)]
-        side_by_side = some == list(range(some[0], some[0] + len(some)))
-        yield pages[some[0] : some[0] + len(some)] if side_by_side else pages[some]
-    yield pages[ids[own] : ids[own] + 1, : last + 1]
+def _group(pages: Tensor, ids: list[int]) -> Tensor:
+    """Whole pages [len(ids), page, R + P]; a view where they lie side by side."""
+    side_by_side = ids == list(range(ids[0], ids[0] + len(ids)))
+    return pages[ids[0] : ids[0] + len(ids)] if side_by_side else pages[ids]
 
 
-def _attend(row: Tensor, groups: Iterator[Tensor], R: int) -> Tensor:
-    """Softmax-weighted latents [H, R] of one absorbed query row [H, R + P], merged group by group."""
-    H = row.shape[0]
-    out = torch.zeros(H, R, device=row.device)
-    top = torch.full((H, 1), float("-inf"), device=row.device)
-    norm = torch.zeros(H, 1, device=row.device)
-    for group in groups:
-        keys = group.float()
-        scores = torch.bmm(row.expand(keys.shape[0], -1, -1), keys.mT)
-        high = torch.maximum(top, scores.amax((0, 2)).unsqueeze(-1))
+class _Sums:
+    """Running softmax of one absorbed query row [H, R + P]: out [H, R], norm [H, 1], not yet divided."""
+
+    def __init__(self, row: Tensor, R: int) -> None:
+        self.row, self.R = row, R
+        self.out = torch.zeros(row.shape[0], R, device=row.device)
+        self.top = torch.full((row.shape[0], 1), float("-inf"), device=row.device)
+        self.norm = torch.zeros(row.shape[0], 1, device=row.device)
+
+    def add(self, keys: Tensor) -> None:
+        """keys [pages, rows, R + P] fp32, all of them visible."""
+        scores = torch.bmm(self.row.expand(keys.shape[0], -1, -1), keys.mT)
+        high = torch.maximum(self.top, scores.amax((0, 2)).unsqueeze(-1))
         scores.sub_(high).exp_()
-        shrink = (top - high).exp_()
-        norm = norm * shrink + scores.sum((0, 2)).unsqueeze(-1)
-        out = out * shrink + torch.bmm(scores, keys[..., :R]).sum(0)
-        top = high
-    return out / norm
-
-
-def decode_blocks(
-    q: Tensor, pages: Sequence[Tensor], w_uk: Tensor, w_uv: Tensor, positions: Tensor, scale: float
-) -> Tensor:
-    """Absorbed attention of W rows over pages of equal size, each row up to its own position.
-
-    q [W, H, N + P]; pages: [page, R + P] each, from position 0; positions [W] int64, those that matter lie in the last
-    page (what lies behind a row's position is masked, but must be finite); w_uk [H, N, R], w_uv [H, V, R].
-    Every shape and every order of summation depends on len(pages) alone, hence on the row's absolute position alone.
-    Returns [W, H, V] in q's dtype; rows whose position lies in an earlier page are meaningless.
-    """
-    W, H = q.shape[:2]
-    N, R = w_uk.shape[1:]
-    size, row = pages[0].shape
-    n = len(pages)
-    queries = q.float().transpose(0, 1)
-    absorbed = torch.empty(H, W, row, dtype=torch.float32, device=q.device)
-    absorbed[..., :R] = torch.bmm(queries[..., :N].contiguous(), w_uk.float())
-    absorbed[..., R:] = queries[..., N:]
-    absorbed = absorbed.mul_(scale).view(H * W, row)
-
-    scores = torch.empty(n, H * W, size, dtype=torch.float32, device=q.device)
-    for i, page in enumerate(pages):
-        torch.mm(absorbed, page.float().t(), out=scores[i])
-    columns = torch.arange((n - 1) * size, n * size, device=q.device)
-    scores[-1].view(H, W, size).masked_fill_(columns > positions[:, None], float("-inf"))
-    high = scores.amax(-1, keepdim=True).amax(0)
-    scores.sub_(high).exp_()
-    norm = scores.sum(-1, keepdim=True).sum(0)
-    partial = torch.empty(n, H * W, R, dtype=torch.float32, device=q.device)
-    for i, page in enumerate(pages):
-        torch.mm(scores[i], page[:, :R].float(), out=partial[i])
-    latent = (partial.sum(0) / norm).view(H, W, R)
-    return torch.bmm(latent, w_uv.float().mT).transpose(0, 1).to(q.dtype)
+        shrink = (self.top - high).exp_()
+        self.norm = self.norm * shrink + scores.sum((0, 2)).unsqueeze(-1)
+        self.out = self.out * shrink + torch.bmm(scores, keys[..., : self.R]).sum(0)
+        self.top = high
