@@ -1,9 +1,8 @@
-"""KDA: gate vectors, extremes, drift, and the window that is verified, replayed and committed."""
+"""KDA: gate vectors, extremes, drift. `test_kernel_kda_step.py` has the windows of decode."""
 
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
@@ -97,54 +96,6 @@ def test_state_carries_over_chunk_calls(sizes: list[int]):
         parts.append(out)
     assert error(torch.cat(parts), whole) < 1e-5
     assert error(S, last) < 1e-5
-
-
-@pytest.mark.parametrize("bound", [-5.0, None])
-def test_verify_is_the_recurrence(bound: float | None):
-    arguments = kda_inputs(8, torch.float32, torch.Generator().manual_seed(0), bound)
-    order = (3, 4, 5, 6, 7, 0, 1)
-    out, _ = kda.verify(*arguments, order)
-    timed = [x[list(order)] for x in arguments[:5]]
-    expected, _ = kda.prefill(*timed, *arguments[5:])
-    assert error(out[list(order)], expected) < 1e-5
-    assert not out[2].any()
-
-
-def test_verify_replay_chain_is_bit_for_bit():
-    """Random windows and accepted counts against one row at a time, all layers replayed at once."""
-    dice = random.Random(0)
-    W, layers = 8, 2
-    S = torch.zeros(layers, H, V, K)
-    plain = S.clone()
-    step = 0
-    for _ in range(150):
-        n = dice.randint(1, W)
-        keep = dice.randint(0, n)
-        start = dice.randrange(W)
-        order = tuple((start + i) % W for i in range(n))
-        logs, outs, inputs = [], [], []
-        for layer in range(layers):
-            step += 1
-            arguments = kda_inputs(W, torch.float32, torch.Generator().manual_seed(step))[:8]
-            before = S[layer].clone()
-            out, log = kda.verify(*arguments, S[layer], order)
-            assert torch.equal(S[layer], before)
-            logs.append(log)
-            outs.append(out)
-            inputs.append(arguments)
-        joined = kda.KdaLog(*(torch.stack(parts, 1) for parts in zip(*logs, strict=True)))
-        held = S.clone()
-        new = kda.replay(S, joined, keep)
-        assert torch.equal(S, held)
-        S = new
-        for layer in range(layers):
-            state = plain[layer]
-            for i, row in enumerate(order[:keep]):
-                out, log = kda.verify(*inputs[layer], state, (row,))
-                assert torch.equal(out[row], outs[layer][row]), (i, row)
-                state = kda.replay(state, log, 1)
-            plain[layer] = state
-        assert torch.equal(S, plain)
 
 
 @pytest.mark.parametrize("n", range(6))

@@ -2,18 +2,15 @@
 
 from k3_kernels.kda.prefill import choice as prefill_choice
 from k3_kernels.kda.prefill import prefill
-from k3_kernels.kda.reference import KdaLog, log_decay, replay, verify
+from k3_kernels.kda.reference import log_decay
 from k3_kernels.kda.step import StepLog, StepWeights, commit, step
 
 __all__ = [
-    "KdaLog",
     "StepLog",
     "StepWeights",
     "commit",
     "log_decay",
     "prefill",
     "prefill_choice",
-    "replay",
     "step",
-    "verify",
 ]

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, the definition: gate, token recurrence, chunk form, window verification and replay.
+"""Kimi Delta Attention, the definition: gate, token recurrence, chunk form. Decode is in `step_reference.py`.
 
 Source: Kimi Linear (arXiv 2510.26692); the bounded gate is Kimi K3's. All arithmetic is fp32, decay is in log space
 until it multiplies the state. One state per head is S [V, K], K contiguous:
@@ -8,9 +8,6 @@ until it multiplies the state. One state per head is S [V, K], K contiguous:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,18 +15,6 @@ from torch import Tensor
 CHUNK = 64
 SUB_CHUNK = 16
 L2_EPS = 1e-6
-
-
-class KdaLog(NamedTuple):
-    """What a window leaves behind so that any number of its rows can be applied to the state later.
-
-    decay [W, H, K] = exp(g), k [W, H, K] normalised, u [W, H, V]: fp32, rows in time order. A leading layer dimension
-    after W ([W, L, H, K]) is allowed.
-    """
-
-    decay: Tensor
-    k: Tensor
-    u: Tensor
 
 
 def log_decay(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
@@ -174,51 +159,3 @@ def prefill(
     g = log_decay(f, A_log, dt_bias, lower_bound)
     out, S = chunk(qn, kn, v.float(), g, beta, state)
     return out.to(v.dtype), S
-
-
-def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    f: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    state: Tensor,
-    order: Sequence[int],
-) -> tuple[Tensor, KdaLog]:
-    """KDA outputs of a window of rows from a committed state, which is read and never written.
-
-    Arguments as in `prefill` with T = W rows; `order` names the rows that take part, in time order; the others are
-    idle (their outputs are zero). Each row's arithmetic has the same shapes whatever the window, so a row gives the
-    same bits alone or behind others. Returns (o [W, H, V], log with len(order) rows).
-    """
-    qn, kn, beta = prepare(q, k, b)
-    decay = log_decay(f, A_log, dt_bias, lower_bound).exp_()
-    vf = v.float()
-    out = torch.zeros_like(vf)
-    u_rows: list[Tensor] = []
-    S = state
-    for row in order:
-        key = kn[row]
-        S = S * decay[row][:, None, :]
-        u = (vf[row] - torch.bmm(S, key.unsqueeze(-1)).squeeze(-1)) * beta[row].unsqueeze(-1)
-        S += u.unsqueeze(-1) * key.unsqueeze(-2)
-        out[row] = torch.bmm(S, qn[row].unsqueeze(-1)).squeeze(-1)
-        u_rows.append(u)
-    picked = list(order)
-    return out.to(v.dtype), KdaLog(decay[picked], kn[picked], torch.stack(u_rows))
-
-
-def replay(state: Tensor, log: KdaLog, n: int) -> Tensor:
-    """The state after the first n rows of a log, bit for bit what `verify` had in hand after those rows.
-
-    state [..., H, V, K] fp32, log rows [W, ..., H, K] (and V), 0 <= n <= W. Only separate products and sums, so the
-    bits don't depend on how many layers are replayed at once. Returns a new tensor; the given state is not written.
-    """
-    S = state if n else state.clone()
-    for row in range(n):
-        S = S * log.decay[row].unsqueeze(-2)
-        S += log.u[row].unsqueeze(-1) * log.k[row].unsqueeze(-2)
-    return S
