@@ -93,6 +93,22 @@ def test_sigkill_between_answer_and_save_loses_that_turn_only(terminal, k3, afte
     assert k3("replay", "a").code == 0
 
 
+def test_a_refused_save_is_told_at_the_prompt_and_leaving_says_what_is_lost(terminal, k3) -> None:
+    chat = terminal("chat", "-s", "a", env={"K3_QUOTA": "2000"})
+    chat.expect("k3>")
+    for queued in (1, 2):
+        chat.send("hello\r")
+        chat.expect(f"(?s)this turn could not be saved.*{queued} turns wait in memory")
+        chat.expect("k3>")
+    chat.send("/quit\r")
+    chat.expect("2 turns are in memory only; /save tries again, /quit once more loses them")
+    chat.expect("k3>")
+    chat.send("/quit\r")
+    chat.expect("2 turns of session a could not be saved")
+    assert chat.close() == 1
+    assert turns(k3) == 0
+
+
 def test_one_shot_waits_and_says_saved_before_done(spawn, k3) -> None:
     process = spawn("chat", "-s", "a", "-p", "hello", "--json", env=SLOW)
     at = {}

@@ -8,6 +8,7 @@ import threading
 from contextlib import nullcontext
 
 import pytest
+import torch
 from k3_sessions.config import StoreConfig
 from k3_sessions.errors import SessionMissing, StoreFull
 from k3_sessions.fs import RealFS
@@ -15,11 +16,13 @@ from k3_sessions.store import Store
 
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
+from k3cli.engine.engine import Engine
 from k3cli.engine.evaluate import replay_into
 from k3cli.engine.sampling import Sampling
 from k3cli.engine.timeline import Snapshot
 
 LONG = "word " * 300
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class SlowFS(RealFS):
@@ -67,10 +70,18 @@ def all_bits(engine, timeline):
     return found
 
 
-@pytest.mark.parametrize("kind", ["fake", "real"])
-def test_the_next_turn_runs_while_the_last_is_being_saved(request, kind, make_fake_engine, slow, talk) -> None:
+@pytest.fixture(params=["fake", "real", pytest.param("cuda", marks=needs_cuda)])
+def engine(request):
+    """The fake model, and a tiny K3 on each kind of device."""
+    if request.param == "fake":
+        return request.getfixturevalue("make_fake_engine")()
+    if request.param == "real":
+        return request.getfixturevalue("tiny_engine")
+    return Engine.load(request.getfixturevalue("tiny_model"), device="cuda")
+
+
+def test_the_next_turn_runs_while_the_last_is_being_saved(engine, slow, talk) -> None:
     fs, store = slow
-    engine = make_fake_engine() if kind == "fake" else request.getfixturevalue("tiny_engine")
     sampling = Sampling(seed=7, max_tokens=40)
     with Conversation.open(engine, store, "a", mode="create") as conversation:
         fs.gate.clear()
