@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from k3_kernels.activation.reference import Activation, Situ
 
@@ -32,3 +34,26 @@ def gated(gate, up, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
         return gate * sigmoid * up
     else:
         return BETA * tanh(gate / BETA) * sigmoid * (LINEAR_BETA * tanh(up / LINEAR_BETA))
+
+
+@triton.jit
+def _gated_rows(
+    gate, gate_row, up, up_row, out, F: tl.constexpr, BF: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr
+):
+    t = tl.program_id(1).to(tl.int64)
+    f = tl.program_id(0) * BF + tl.arange(0, BF)
+    g = tl.load(gate + t * gate_row + f, mask=f < F, other=0.0).to(tl.float32)
+    u = tl.load(up + t * up_row + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(out + t * F + f, gated(g, u, BETA, LINEAR_BETA).to(out.dtype.element_ty), mask=f < F)
+
+
+def gated_rows(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate, up) of rows [T, F], F contiguous, in one launch."""
+    T, F = gate.shape
+    out = torch.empty(T, F, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        beta, linear_beta = constants(act)
+        _gated_rows[(triton.cdiv(F, 1024), T)](
+            gate, gate.stride(0), up, up.stride(0), out, F, 1024, beta, linear_beta, num_warps=4
+        )  # fmt: skip
+    return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from k3_kernels.bench.harness import Case, sets_for
 from k3_kernels.moe import reference
 
 E, D = 896, 7168
-SETTINGS = {"top_k": 16, "groups": 1, "top_groups": 1, "renormalize": True, "scale": 2.446}
+SETTINGS: dict[str, Any] = {"top_k": 16, "groups": 1, "top_groups": 1, "renormalize": True, "scale": 2.446}
 
 
 def cases() -> list[Case]:

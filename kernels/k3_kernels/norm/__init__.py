@@ -1,5 +1,5 @@
 """RMS norms."""
 
-from k3_kernels.norm.reference import gated_rms_norm, rms_norm
+from k3_kernels.norm.norms import choice, gated_rms_norm, rms_norm
 
-__all__ = ["gated_rms_norm", "rms_norm"]
+__all__ = ["choice", "gated_rms_norm", "rms_norm"]
