@@ -9,6 +9,8 @@ from k3_kernels.activation import Situ, Swiglu
 from k3_kernels.moe import reference
 from k3_kernels.ops import error, experts_inputs
 
+EIGHT = (torch.tensor([16, 0, 0, 0]), 8)
+
 
 @pytest.mark.parametrize(
     ("gate", "up", "expected"),
@@ -85,17 +87,17 @@ def test_negative_biased_scores_do_not_let_forbidden_groups_in():
 @pytest.mark.parametrize("limit", [1, 100_000])
 def test_workspace_limit_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int):
     arguments = experts_inputs(8, torch.float32, torch.Generator().manual_seed(0))
-    expected = moe.experts_grouped(*arguments), moe.experts_window(*arguments, range(8))
+    expected = moe.experts_grouped(*arguments), moe.experts_window(*arguments, *EIGHT)
     monkeypatch.setattr(reference, "WORKSPACE", limit)
-    found = moe.experts_grouped(*arguments), moe.experts_window(*arguments, range(8))
+    found = moe.experts_grouped(*arguments), moe.experts_window(*arguments, *EIGHT)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_window_rows_do_not_depend_on_each_other():
     arguments = experts_inputs(8, torch.float32, torch.Generator().manual_seed(0))
-    together = moe.experts_window(*arguments, range(8))
+    together = moe.experts_window(*arguments, *EIGHT)
     for row in range(8):
-        alone = moe.experts_window(*arguments, [row])
+        alone = moe.experts_window(*arguments, torch.tensor([16 + row, 0, 0, 0]), 1)
         assert torch.equal(alone[row], together[row])
         assert not alone[:row].any()
 

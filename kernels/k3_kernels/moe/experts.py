@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -86,8 +84,8 @@ def experts_window(
     weights: Tensor,
     experts: Experts,
     act: Activation,
-    cursor: Tensor | Sequence[int],
-    n: int | None = None,
+    cursor: Tensor,
+    n: int,
 ) -> Tensor:
     """`sum_e w_e f_e(z)` for the n live rows of a decode window, those of positions cursor[0] + 0 .. n-1, each in slot
     `position mod W`.
@@ -97,11 +95,10 @@ def experts_window(
     on experts it shares with others. Products are summed in fp32, experts in the order of ids. Nothing waits for the
     device. Returns [W, L] in z's dtype, idle rows zero.
     """
-    if n is not None and window_choice(z, experts).kernel:
+    assert 0 <= n <= z.shape[0], (n, z.shape)
+    if window_choice(z, experts).kernel:
         from k3_kernels.moe import window_triton
 
-        assert not isinstance(cursor, Sequence)
-        assert 0 <= n <= z.shape[0], (n, z.shape)
         return window_triton.experts_window(z, ids, weights, experts, act, cursor, n)
     return reference.experts_window(z, ids, weights, experts, act, cursor, n)
 

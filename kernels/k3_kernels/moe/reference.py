@@ -5,7 +5,6 @@ Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2, for the router; OCP Micr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -146,8 +145,8 @@ def experts_window(
     weights: Tensor,
     experts: Experts,
     act: Activation,
-    cursor: Tensor | Sequence[int],
-    n: int | None = None,
+    cursor: Tensor,
+    n: int,
 ) -> Tensor:
     """The same for a decode window of W rows of which n count: those of the positions cursor[0] + 0 .. n-1, each in
     slot `position mod W`.
@@ -158,19 +157,15 @@ def experts_window(
     the device). Returns [W, L] in z's dtype, idle rows are zero.
     """
     W, k = ids.shape
-    if isinstance(cursor, Tensor):
-        assert n is not None
-        assert 0 <= n <= W, (n, W)
-        slots = (cursor[0] + torch.arange(n, device=cursor.device)) % W
-        if z.device.type != "cpu":
-            return _rows_on_device(z, ids, weights, experts, act, slots)
-        rows: Sequence[int] = slots.tolist()
-    else:  # the rows themselves
-        rows = cursor
+    assert 0 <= n <= W, (n, W)
+    slots = (cursor[0] + torch.arange(n, device=cursor.device)) % W
+    if z.device.type != "cpu":
+        return _rows_on_device(z, ids, weights, experts, act, slots)
+    rows = slots.tolist()
     total = torch.zeros_like(z)
     group = max(1, experts.at_once(z.dtype) // k)
     for first in range(0, len(rows), group):
-        members = list(rows[first : first + group])
+        members = rows[first : first + group]
         if len(members) == 1:
             local = None
             w13, w2 = experts.matrices(ids[members[0]], z.dtype)
