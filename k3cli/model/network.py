@@ -301,7 +301,7 @@ class K3Model:
         if w.proj is not None:
             projected = F.linear(x, w.proj)
             inner = cfg.latent or 0
-            z = projected[:, :inner].contiguous() if inner else x
+            z = projected[:, :inner] if inner else x
             shared = projected[:, inner:]
         routed = now.experts(z, ids, weights, w.experts, self.act)
         if w.latent_norm is not None:
@@ -310,7 +310,7 @@ class K3Model:
             routed = F.linear(routed, w.latent_up)
         if shared is not None and w.shared_down is not None:
             gate, up = shared.chunk(2, dim=-1)
-            routed = routed + F.linear(self.act(gate, up), w.shared_down)
+            routed.addmm_(self.act(gate, up), w.shared_down.t())
         return routed
 
 

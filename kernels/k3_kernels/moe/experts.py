@@ -90,10 +90,10 @@ def experts_window(
     """`sum_e w_e f_e(z)` for the n live rows of a decode window, those of positions cursor[0] + 0 .. n-1, each in slot
     `position mod W`.
 
-    z [W, L] (fp32 or bf16), ids [W, k] int64, weights [W, k] fp32, cursor int64 [4] on z's device; idle slots may hold
-    anything and nothing is read for them. A row's bits depend on its own values alone: not on n, not on its slot, not
-    on experts it shares with others. Products are summed in fp32, experts in the order of ids. Nothing waits for the
-    device. Returns [W, L] in z's dtype, idle rows zero.
+    z [W, L] (fp32 or bf16, L contiguous), ids [W, k] int64, weights [W, k] fp32, cursor int64 [4] on z's device; idle
+    slots may hold anything and nothing is read for them. A row's bits depend on its own values alone: not on n, not on
+    its slot, not on experts it shares with others. Products are summed in fp32, experts in the order of ids. Nothing
+    waits for the device. Returns [W, L] in z's dtype, idle rows zero.
     """
     assert 0 <= n <= z.shape[0], (n, z.shape)
     if window_choice(z, experts).kernel:
@@ -107,9 +107,9 @@ def experts_grouped(z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, a
     """`sum_e w_e f_e(z)` for many tokens: pairs of token and expert are sorted by expert, so that weights are decoded
     once for many tokens.
 
-    z [T, L] (fp32 or bf16), ids [T, k] int64, weights [T, k] fp32. Products are summed in fp32, experts in the order of
-    ids; inner values and experts' outputs are rounded to z's dtype. The same call gives the same bits; another T may
-    not. Returns [T, L] in z's dtype.
+    z [T, L] (fp32 or bf16, L contiguous), ids [T, k] int64, weights [T, k] fp32. Products are summed in fp32, experts
+    in the order of ids; inner values and experts' outputs are rounded to z's dtype. The same call gives the same bits;
+    another T may not. Returns [T, L] in z's dtype.
     """
     if grouped_choice(z, experts).kernel:
         from k3_kernels.moe import grouped_triton

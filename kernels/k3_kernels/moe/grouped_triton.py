@@ -37,12 +37,12 @@ def _within_word(k, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _permute(z, to, WIDE: tl.constexpr, PACKED: tl.constexpr, L: tl.constexpr, BL: tl.constexpr):
+def _permute(z, z_row, to, WIDE: tl.constexpr, PACKED: tl.constexpr, L: tl.constexpr, BL: tl.constexpr):
     """Stores each row in the order the decoder wants."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BL)
     place = _within_word(k, PACKED) if WIDE else _place(k, PACKED)
-    tl.store(to + t * L + place, tl.load(z + t * L + k, mask=k < L), mask=k < L)
+    tl.store(to + t * L + place, tl.load(z + t * z_row + k, mask=k < L), mask=k < L)
 
 
 @triton.jit
@@ -269,14 +269,14 @@ def experts_grouped(
     """The kernels' form of `k3_kernels.moe.experts_grouped`; the tile sizes are for benchmarks."""
     T, k = ids.shape
     L, F, E = z.shape[1], experts.w13.shape[1] // 2, experts.w13.shape[0]
-    out = torch.empty_like(z)
+    out = z.new_empty(T, L)
     if T == 0:
         return out
     packed = experts.w13_scale is not None
     mean = T * k / E
     wide = mean > narrow and (z.dtype == torch.bfloat16 or not z.is_cuda)  # fp32 has no matrix units
-    rows = torch.empty_like(z)
-    _permute[(T,)](z, rows, wide, packed, L, triton.next_power_of_2(L), num_warps=4)
+    rows = z.new_empty(T, L)
+    _permute[(T,)](z, z.stride(0), rows, wide, packed, L, triton.next_power_of_2(L), num_warps=4)
     inner, parts = z.new_empty(T * k, F), z.new_empty(T * k, L)
     w13, w2, s13, s2 = experts.w13, experts.w2, experts.w13_scale, experts.w2_scale
     if s13 is None or s2 is None:

@@ -42,6 +42,7 @@ def _place(k, PACKED: tl.constexpr):
 @triton.jit
 def _prepare(
     z,
+    z_row,
     ids,
     cursor,
     rows,
@@ -61,7 +62,7 @@ def _prepare(
     position = tl.load(cursor)
     slot = (position + i) % W
     k = tl.arange(0, BL)
-    tl.store(rows + i * WIDTH + _place(k, PACKED), tl.load(z + slot * L + k, mask=k < L), mask=k < L)
+    tl.store(rows + i * WIDTH + _place(k, PACKED), tl.load(z + slot * z_row + k, mask=k < L), mask=k < L)
 
     mine = tl.arange(0, BK)
     wanted = tl.load(ids + slot * K + mine, mask=mine < K, other=-1)
@@ -342,7 +343,7 @@ def experts_window(
     R = max(8, triton.next_power_of_2(W))
     width = triton.cdiv(L, STEP) * STEP
     inner_width = triton.cdiv(F, STEP) * STEP
-    out = torch.empty_like(z)
+    out = z.new_empty(W, L)
     rows = z.new_empty(max(n, 1), width)
     used = torch.empty(max(n, 1) * k, dtype=torch.int32, device=z.device)
     member = torch.empty(max(n, 1) * k, R, dtype=torch.int32, device=z.device)
@@ -357,7 +358,7 @@ def experts_window(
     beta, linear_beta = constants(act)
     if n:
         _prepare[(n,)](
-            z, ids, cursor, rows, used, member, n,
+            z, z.stride(0), ids, cursor, rows, used, member, n,
             W, k, L, width, R, triton.next_power_of_2(k), triton.next_power_of_2(L), packed,
             num_warps=8,
         )  # fmt: skip
