@@ -18,6 +18,12 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
+def _span(p, UNIT: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, FAR: gl.constexpr):
+    reach = gl.where(p < FAR, UNIT * SPLITS, 2 * UNIT * SPLITS)
+    return gl.maximum(p // reach + 1, LEAST) * UNIT
+
+
+@gluon.jit
 def _copy(kc, kp, source, keys, end, KEY: gl.constexpr, R: gl.constexpr, P: gl.constexpr, BN: gl.constexpr):
     """Starts the copies of BN keys; rows at `end` and behind become zeros."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0])
@@ -37,7 +43,8 @@ def _copy(kc, kp, source, keys, end, KEY: gl.constexpr, R: gl.constexpr, P: gl.c
 def attend_kernel(
     absorbed, pages, table, cursor, sums, tops, norms, factor, page_stride, H, n,
     KEY: gl.constexpr, R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
-    UNIT: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    UNIT: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, FAR: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """Arguments, grid and results of decode_triton.attend_kernel; BM = BN = 64, eight warps."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
@@ -51,14 +58,13 @@ def attend_kernel(
     kc = gl.allocate_shared_memory(kind, [2, BN, R], SHARED)
     kp = gl.allocate_shared_memory(kind, [2, BN, P], SHARED)
     ps = gl.allocate_shared_memory(kind, [BM, BN], SHARED)
-    split, tile = gl.program_id(0), gl.program_id(1)
+    tile, split = gl.program_id(0), gl.program_id(1)
     start = gl.load(cursor).to(gl.int32)
     pair = tile * BM + gl.arange(0, BM, gl.SliceLayout(1, S))
     p = start + pair // H
     first = start + tile * BM // H
     last = start + gl.minimum((tile * BM + BM - 1) // H, n - 1)
-    low = gl.maximum(first // (UNIT * SPLITS) + 1, LEAST) * UNIT
-    high = gl.maximum(last // (UNIT * SPLITS) + 1, LEAST) * UNIT
+    low, high = _span(first, UNIT, SPLITS, LEAST, FAR), _span(last, UNIT, SPLITS, LEAST, FAR)
     walks = 1 + (high != low).to(gl.int32)
     for walk in range(walks):
         span = gl.where(walk == 0, low, high)
@@ -107,8 +113,8 @@ def attend_kernel(
                 barrier()
                 acc = warpgroup_mma(ps, kc.index(now), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
-            mine = (pair < n * H) & (gl.maximum(p // (UNIT * SPLITS) + 1, LEAST) * UNIT == span)
-            at = pair.to(gl.int64) * SPLITS + split
+            mine = (pair < n * H) & (_span(p, UNIT, SPLITS, LEAST, FAR) == span)
+            at = pair.to(gl.int64) * (2 * SPLITS) + split
             gl.store(tops + at, top, mask=mine)
             gl.store(norms + at, norm, mask=mine)
             at = gl.convert_layout(at, gl.SliceLayout(1, O))

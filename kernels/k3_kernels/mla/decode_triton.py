@@ -13,6 +13,7 @@ pages; what a block holds behind a row weighs exactly zero.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ UNIT = 64
 """Keys; spans are multiples of it, the page size must be."""
 SPLITS = 64
 """Splits of a row at most: with two tiles of 64 pairs for 96 heads they fill 128 of an H200's 132 processors."""
+FAR = 1 << 18
+"""From this position on there are twice as many, so that any number of tiles fills the processors evenly."""
 LEAST = 4
 """Units of the shortest span: shorter ones would serve one row behind few tokens and cost a full window its sums."""
 ROWS = 16
@@ -49,6 +52,11 @@ def tiling(dtype: torch.dtype, R: int, P: int, device: torch.device) -> Tiling:
     return Tiling(64, 64, 8, 2, "gluon" if hopper and (R, P) == (512, 64) else "triton")
 
 
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def _attend(shape: Tiling) -> Any:
     if shape.form == "ws":
         from k3_kernels.mla import decode_ws_triton
@@ -62,9 +70,10 @@ def _attend(shape: Tiling) -> Any:
 
 
 @triton.jit
-def _span(p, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
+def _span(p, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FAR: tl.constexpr):
     """Keys of a split of the row at position p."""
-    return tl.maximum(p // (UNIT * SPLITS) + 1, LEAST) * UNIT
+    reach = tl.where(p < FAR, UNIT * SPLITS, 2 * UNIT * SPLITS)
+    return tl.maximum(p // reach + 1, LEAST) * UNIT
 
 
 @triton.jit
@@ -105,18 +114,22 @@ def absorb_kernel(
 def attend_kernel(
     absorbed, pages, table, cursor, sums, tops, norms, factor, page_stride, H, n,
     KEY: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
-    UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FAR: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, tiles). sums [n H, SPLITS, R] divided by norms, tops and norms [n H, SPLITS] fp32; factor:
-    scale times log2 e; KEY: elements from one key to the next."""
-    split, tile = tl.program_id(0), tl.program_id(1)
+    """Grid (tiles, 2 SPLITS): tiles that read the same keys run at once.
+
+    sums [n H, 2 SPLITS, R] divided by norms, tops and norms [n H, 2 SPLITS] fp32; factor: scale times log2 e; KEY:
+    elements from one key to the next.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
     start = tl.load(cursor).to(tl.int32)
     pair = tile * BM + tl.arange(0, BM)
     live = pair < n * H
     p = start + pair // H
     first = start + tile * BM // H
     last = start + tl.minimum((tile * BM + BM - 1) // H, n - 1)
-    low, high = _span(first, UNIT, SPLITS, LEAST), _span(last, UNIT, SPLITS, LEAST)
+    low, high = _span(first, UNIT, SPLITS, LEAST, FAR), _span(last, UNIT, SPLITS, LEAST, FAR)
     r, e, x = tl.arange(0, R), tl.arange(0, P), tl.arange(0, BN)
     walks = 1 + (high != low).to(tl.int32)
     for walk in range(walks):
@@ -148,8 +161,8 @@ def attend_kernel(
                 norm = norm * shrink + tl.sum(weight, 1)
                 acc = tl.dot(weight.to(kc.dtype), kc, acc * shrink[:, None], input_precision="ieee")
                 top = new
-            mine = live & (_span(p, UNIT, SPLITS, LEAST) == span)
-            at = pair.to(tl.int64) * SPLITS + split
+            mine = live & (_span(p, UNIT, SPLITS, LEAST, FAR) == span)
+            at = pair.to(tl.int64) * (2 * SPLITS) + split
             tl.store(tops + at, top, mask=mine)
             tl.store(norms + at, norm, mask=mine)
             acc = (acc / norm[:, None]).to(sums.dtype.element_ty)
@@ -159,15 +172,16 @@ def attend_kernel(
 @triton.jit
 def combine_kernel(
     sums, tops, norms, latent, cursor, factor, W, H,
-    R: tl.constexpr, BR: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BS: tl.constexpr,
+    R: tl.constexpr, BR: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FAR: tl.constexpr,
+    BS: tl.constexpr,
 ):  # fmt: skip
     """Grid (n H, R / BR). latent [H, W, R]; BS splits at a time, in order."""
     pair = tl.program_id(0)
     p = tl.load(cursor) + pair // H
     r = tl.program_id(1) * BR + tl.arange(0, BR)
-    count = (p // _span(p, UNIT, SPLITS, LEAST) + 1).to(tl.int32)
-    every = tl.arange(0, SPLITS)
-    at = pair.to(tl.int64) * SPLITS
+    count = (p // _span(p, UNIT, SPLITS, LEAST, FAR) + 1).to(tl.int32)
+    every = tl.arange(0, 2 * SPLITS)
+    at = pair.to(tl.int64) * (2 * SPLITS)
     top = tl.max(tl.load(tops + at + every, mask=every < count, other=-1e30), 0)
     out = tl.zeros([BR], tl.float32)
     norm = 0.0
@@ -220,7 +234,7 @@ def decode(
     n: int,
     tile: Tiling | None = None,
 ) -> Tensor:
-    """As the reference, nothing read on the host. Workspace: n H SPLITS R halves, 50 MB for 8 rows of 96 heads."""
+    """As the reference, nothing read on the host. Workspace: 2 n H SPLITS R halves, 100 MB for 8 rows of 96 heads."""
     W, H = q.shape[:2]
     N, R = w_uk.shape[1:]
     V, P = w_uv.shape[1], q.shape[2] - N
@@ -230,8 +244,8 @@ def decode(
     absorbed = torch.empty(pairs, R + P, device=q.device, dtype=q.dtype)
     # Means of latents, which a norm keeps small: halves carry three bits more than the bf16 they end as.
     kind = torch.float32 if q.dtype == torch.float32 else torch.float16
-    sums = torch.empty(pairs, SPLITS, R, device=q.device, dtype=kind)
-    tops, norms = torch.empty(pairs, SPLITS, **empty), torch.empty(pairs, SPLITS, **empty)
+    sums = torch.empty(pairs, 2 * SPLITS, R, device=q.device, dtype=kind)
+    tops, norms = (torch.empty(pairs, 2 * SPLITS, **empty) for _ in range(2))
     latent = torch.empty(H, W, R, device=q.device, dtype=q.dtype)
     out = torch.empty(W, H, V, device=q.device, dtype=q.dtype)
     BR, BV = min(R, 128), min(32, triton.next_power_of_2(V))
@@ -239,15 +253,17 @@ def decode(
         q, w_uk, absorbed, cursor, q.stride(0), q.stride(1), W, H, n,
         N=N, BK=max(16, triton.next_power_of_2(N)), R=R, BR=BR, P=P, ROWS=ROWS,
     )  # fmt: skip
-    _attend(shape)[(SPLITS, triton.cdiv(pairs, shape.BM))](
+    tiles = triton.cdiv(pairs, shape.BM)
+    grid = (_processors(q.device),) if shape.form == "ws" else (tiles, 2 * SPLITS)
+    _attend(shape)[grid](
         absorbed, pages, table, cursor, sums, tops, norms, factor, pages.stride(0), H, n,
         KEY=pages.stride(1), R=R, P=P, PAGE=pages.shape[1],
-        UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, BM=shape.BM, BN=shape.BN,
+        UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, BM=shape.BM, BN=shape.BN,
         num_warps=4 if shape.form == "ws" else shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     combine_kernel[(pairs, R // BR)](
         sums, tops, norms, latent, cursor, factor, W, H,
-        R=R, BR=BR, UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, BS=16,
+        R=R, BR=BR, UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, BS=16,
     )  # fmt: skip
     project_kernel[(H, triton.cdiv(V, BV))](latent, w_uv, out, cursor, W, H, n, V=V, BV=BV, R=R, ROWS=ROWS)
     return out

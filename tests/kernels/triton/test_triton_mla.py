@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from k3_kernels import mla
-from k3_kernels.mla import decode_triton, prefill_library
+from k3_kernels.mla import decode_triton, prefill_library, reference
 from k3_kernels.mla.decode_triton import Tiling, append, decode
 from k3_kernels.mla.merge_triton import merge
 from k3_kernels.ops import decode_definition, error, mla_definition
@@ -99,6 +99,18 @@ def test_every_form_of_attend(start: int, form: str):
     given = inputs(K3, start, torch.bfloat16)
     found = decode(*given, scale(K3), K3[0], Tiling(64, 64, 8, 2, form))
     assert error(found, decode_definition(*given, scale(K3), K3[0])) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.skipif(not CUDA, reason="far positions take a CUDA device")
+def test_where_splits_double():
+    """A window across the position from which rows have twice as many splits, against the reference."""
+    given = inputs(K3, decode_triton.FAR - 3, torch.bfloat16)
+    whole = decode(*given, scale(K3), 8)
+    assert error(whole, reference.decode(*given, scale(K3), 8)) < TOLERANCE[torch.bfloat16]
+    for i in range(8):
+        slot = (decode_triton.FAR - 3 + i) % 8
+        alone = decode(*given[:5], given[5] + torch.tensor([i, 0, 0, 0], device=DEVICE), scale(K3), 1)
+        assert torch.equal(alone[slot], whole[slot])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
