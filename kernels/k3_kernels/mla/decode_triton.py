@@ -165,7 +165,9 @@ def attend_kernel(
             at = pair.to(tl.int64) * (2 * SPLITS) + split
             tl.store(tops + at, top, mask=mine)
             tl.store(norms + at, norm, mask=mine)
-            acc = (acc / norm[:, None]).to(sums.dtype.element_ty)
+            acc = (acc / tl.maximum(norm, 1e-30)[:, None]).to(
+                sums.dtype.element_ty
+            )  # rows elsewhere have no weight here
             tl.store(sums + at[:, None] * R + r[None, :], acc, mask=mine[:, None])
 
 
