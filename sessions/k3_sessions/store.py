@@ -18,6 +18,7 @@ from k3_sessions.config import StoreConfig
 from k3_sessions.errors import (
     BadDraft,
     BadName,
+    Damaged,
     FormatUnsupported,
     NetworkFilesystem,
     SessionExists,
@@ -76,6 +77,10 @@ class Store(Locks):
         names = [name for name in fs.names("") if not name.startswith(TEMP_PREFIX)]
         if "FORMAT" in names:
             unseal(fs.read("FORMAT"), "store", "FORMAT")
+            if lacking := " and ".join(sorted({"objects", "refs"} - set(names))):
+                raise Damaged(f"{fs.where} has no folder {lacking}", "a whole store", "copy it again", object=lacking)
+            for folder in sorted({"locks", "quarantine"} - set(names)):
+                fs.make_dir(folder)  # empty ones hold nothing, and some tools that copy folders leave them out
             return
         foreign = sorted(set(names) - set(FOLDERS))
         if foreign or any(fs.names(name) for name in names if name != "locks"):

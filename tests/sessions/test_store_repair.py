@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -172,6 +173,21 @@ def test_wrong_names_leave_no_lock_files(tmp_path):
     store.rename("a", "b")
     store.remove("b")
     assert sorted(path.name for path in (tmp_path / "s/locks").iterdir()) == ["refs", "store"]
+
+
+@pytest.mark.parametrize("folder", ["locks", "quarantine", "refs", "objects"])
+def test_a_store_copied_without_one_of_its_folders(made, folder):
+    root, tokens, _, _ = made
+    shutil.rmtree(root / folder)
+    if folder in ("refs", "objects"):  # going on would look like an empty store, and `gc` would make it one
+        with pytest.raises(Damaged, match=f"has no folder {folder}"):
+            Store.open(root, config=CONFIG)
+        assert not (root / folder).exists()
+        return
+    store = Store.open(root, config=CONFIG)
+    resumes(store, "a", tokens)
+    grow(store, "a", [5], create=False, seed=3)
+    assert store.verify().problems == ()
 
 
 def test_collecting_waits_for_a_ref_that_is_being_written(tmp_path):
