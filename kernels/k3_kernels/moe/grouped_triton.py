@@ -305,12 +305,12 @@ def experts_grouped(
         used, member = _tiles(ids, E, height)
         _up[(triton.cdiv(2 * F, narrow_tile), used.numel())](
             rows, w13, s13, used, member, inner,
-            L, F, k, L, F, beta, linear_beta, narrow_tile, height, packed, 2, True, True, asm,
+            L, F, k, L, F, beta, linear_beta, narrow_tile, height, packed, 2, True, True, asm, False,
             num_warps=1, num_stages=1,
         )  # fmt: skip
         _down[(triton.cdiv(L, narrow_tile), used.numel())](
             inner, w2, s2, used, member, parts,
-            L, F, F, narrow_tile, height, packed, 2, True, True, asm,
+            L, F, F, narrow_tile, height, packed, 2, True, True, asm, False,
             num_warps=1, num_stages=1,
         )  # fmt: skip
     _sum[(triton.cdiv(L, 512), T)](parts, weights, out, k, L, 512, num_warps=4)

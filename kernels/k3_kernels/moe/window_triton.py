@@ -57,7 +57,10 @@ def _prepare(
     BK: tl.constexpr,
     BL: tl.constexpr,
     PACKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0)
     position = tl.load(cursor)
     slot = (position + i) % W
@@ -154,6 +157,7 @@ def _product(
     AHEAD: tl.constexpr,
     HINT: tl.constexpr,
     ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rows [BN] of one expert's matrix (w, scales: its first element) times the rows behind z [1, R]: fp32 [BN, R]."""
     acc = tl.zeros((BN, R), tl.float32)
@@ -168,6 +172,8 @@ def _product(
             x = _words(at, inside, word < J, WHOLE)
             if UNROLL == 2:
                 x1 = _words(at + 16, inside, 16 + word < J, WHOLE)
+        if EARLY:  # weights don't depend on the kernel before, rows do
+            tl.extra.cuda.gdc_wait()
         for j in tl.range(0, J, 16 * UNROLL, num_stages=1):
             if AHEAD:
                 following = tl.minimum(j + 16 * UNROLL, (J - 1) // (16 * UNROLL) * (16 * UNROLL))
@@ -198,6 +204,8 @@ def _product(
                     x1 = y1
         acc *= 4611686018427387904.0  # 2^62
     else:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         k = tl.arange(0, 32)
         for start in tl.range(0, WIDTH, 32, num_stages=1):
             a = tl.load(w + rows[:, None] * WIDTH + start + k[None, :], mask=inside[:, None], other=0.0)
@@ -228,8 +236,12 @@ def _up(
     AHEAD: tl.constexpr,
     HINT: tl.constexpr,
     ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """inner[pair] = act(gate, up) of BN/2 features of one expert, for every row that chose it."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(1)
     e = tl.load(used + p).to(tl.int64)
     if e >= 0:
@@ -259,6 +271,7 @@ def _up(
             AHEAD,
             HINT,
             ASM,
+            False,
         )
         gate, up = tl.split(tl.permute(tl.reshape(found, (BN // 2, 2, R)), (0, 2, 1)))
         f = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
@@ -284,8 +297,11 @@ def _down(
     AHEAD: tl.constexpr,
     HINT: tl.constexpr,
     ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out[pair] fp32 = BN rows of one expert's second matrix times inner[pair]."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(1)
     e = tl.load(used + p).to(tl.int64)
     if e >= 0:
@@ -298,7 +314,9 @@ def _down(
         else:
             w += e * (L * F)
         z = inner + pair[None, :].to(tl.int64) * INNER_STRIDE
-        found = _product(w, scales, rows, rows < L, z, live, F, L % BN == 0, BN, R, PACKED, UNROLL, AHEAD, HINT, ASM)
+        found = _product(
+            w, scales, rows, rows < L, z, live, F, L % BN == 0, BN, R, PACKED, UNROLL, AHEAD, HINT, ASM, EARLY
+        )
         tl.store(
             out + pair[None, :].to(tl.int64) * L + rows[:, None],
             found.to(out.dtype.element_ty),
@@ -307,8 +325,21 @@ def _down(
 
 
 @triton.jit
-def _combine(parts, weights, cursor, out, n, W: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BL: tl.constexpr):
+def _combine(
+    parts,
+    weights,
+    cursor,
+    out,
+    n,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    BL: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """out[slot] = the k outputs of a row, weighted, in the order of its ids; idle slots get zeros."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     slot = tl.program_id(1)
     i = (slot - tl.load(cursor) % W + W) % W
     column = tl.program_id(0) * BL + tl.arange(0, BL)
@@ -335,6 +366,7 @@ def experts_window(
     unroll: int = 2,
     ahead: bool = True,
     hint: bool = True,
+    early: bool = False,
 ) -> Tensor:
     """The kernels' form of `k3_kernels.moe.experts_window`; the tile sizes are for benchmarks."""
     W, k = ids.shape
@@ -355,22 +387,26 @@ def experts_window(
     else:
         s13, s2 = w13, w2  # not read
     asm = z.is_cuda
+    early = early and asm
     beta, linear_beta = constants(act)
     if n:
         _prepare[(n,)](
             z, z.stride(0), ids, cursor, rows, used, member, n,
-            W, k, L, width, R, triton.next_power_of_2(k), triton.next_power_of_2(L), packed,
+            W, k, L, width, R, triton.next_power_of_2(k), triton.next_power_of_2(L), packed, early,
             num_warps=8,
         )  # fmt: skip
         _up[(triton.cdiv(2 * F, up_tile), n * k)](
             rows, w13, s13, used, member, inner,
-            L, F, k, width, inner_width, beta, linear_beta, up_tile, R, packed, unroll, ahead, hint, asm,
-            num_warps=1, num_stages=1,
+            L, F, k, width, inner_width, beta, linear_beta, up_tile, R, packed, unroll, ahead, hint, asm, early,
+            num_warps=1, num_stages=1, launch_pdl=early,
         )  # fmt: skip
         _down[(triton.cdiv(L, down_tile), n * k)](
             inner, w2, s2, used, member, parts,
-            L, F, inner_width, down_tile, R, packed, unroll, ahead, hint, asm,
-            num_warps=1, num_stages=1,
+            L, F, inner_width, down_tile, R, packed, unroll, ahead, hint, asm, early,
+            num_warps=1, num_stages=1, launch_pdl=early,
         )  # fmt: skip
-    _combine[(triton.cdiv(L, 256), W)](parts, weights, cursor, out, n, W, k, L, 256, num_warps=4)
+    _combine[(triton.cdiv(L, 256), W)](
+        parts, weights, cursor, out, n, W, k, L, 256, early and n > 0,
+        num_warps=4, launch_pdl=early and n > 0,
+    )  # fmt: skip
     return out

@@ -110,7 +110,7 @@ def test_bits_depend_on_the_row_alone(dtype):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="K3's shapes need a device")
-@pytest.mark.parametrize("options", [{}, {"unroll": 1}, {"up_tile": 32, "down_tile": 32}, {"ahead": False}])
+@pytest.mark.parametrize("options", [{}, {"unroll": 1}, {"up_tile": 32, "down_tile": 32}, {"ahead": False}, {"early": True}])
 def test_true_shape(options):
     rows, experts = make(torch.bfloat16, E=5, L=3584, F=3072, k=4)
     found = window(rows, experts, SITU, 5, 8, **options)
