@@ -6,7 +6,7 @@ The network is the same on both; what differs is how a layer reads and writes th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from k3_kernels import conv, kda, mla, moe
@@ -66,26 +66,32 @@ class Chunk:
         return moe.experts_grouped(z, ids, weights, experts, act)
 
 
+class KdaLayer(NamedTuple):
+    """What a step needs of one KDA layer: views over all slots, and its part of the log."""
+
+    weights: StepWeights
+    recurrent: Tensor
+    conv: Tensor
+    log: StepLog
+
+
 @dataclass
 class Window:
     """A step of n live rows. Everything that varies from step to step is read from `table` and `cursor` on the device,
     so that a recorded graph of it stays good.
 
     cursor int64 [4]: position of the first row, accepted rows of the window before that are still to be replayed, slot
-    of the KDA state, unused. weights, log: of all KDA layers, a leading layer dimension.
+    of the KDA state, unused.
     """
 
     pool: Pool
     table: Tensor
     cursor: Tensor
-    weights: list[StepWeights]
-    log: StepLog
+    layers: list[KdaLayer]
     n: int
 
     def kda(self, layer: int, w: KdaWeights, qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor) -> Tensor:
-        recurrent, windows = self.pool.recurrent[:, layer], self.pool.conv[:, layer]
-        log = self.log.layer(layer)
-        return kda.step(qkv, f, b, gate, self.weights[layer], recurrent, windows, log, self.cursor, self.n)
+        return kda.step(qkv, f, b, gate, *self.layers[layer], self.cursor, self.n)
 
     def mla(self, layer: int, w: MlaWeights, q: Tensor, row: Tensor, scale: float) -> Tensor:
         pages = self.pool.pages[layer]

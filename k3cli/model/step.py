@@ -16,7 +16,7 @@ from k3_kernels import kda
 from k3_kernels.kda import StepLog, StepWeights
 from torch import Tensor
 
-from k3cli.model.passes import Window
+from k3cli.model.passes import KdaLayer, Window
 from k3cli.model.pool import Pool
 from k3cli.model.state import State
 
@@ -62,14 +62,16 @@ class Stepper:
         self.table = torch.zeros(max_pages, dtype=torch.int32, device=device)
         self._pool = pool
         self._window = window
-        self._layers = layers
         self._stack = stack
         self._forward = forward
         self._control = torch.zeros(4 + window, dtype=torch.int64, device=device)
         self._cursor, self._ids = self._control[:4], self._control[4:]
         recurrent = pool.recurrent
         _, n_kda, heads, V, K = recurrent.shape
-        self._log = StepLog.empty(n_kda, window, heads, K, V, pool.conv.dtype, device)
+        self._log = log = StepLog.empty(n_kda, window, heads, K, V, pool.conv.dtype, device)
+        self._layers = [
+            KdaLayer(weights, recurrent[:, i], pool.conv[:, i], log.layer(i)) for i, weights in enumerate(layers)
+        ]
         self._active: weakref.ref[State] | None = None
         self._tabled: tuple[weakref.ref[State], int] | None = None
         self._last: weakref.ref[WindowLog] | None = None
@@ -168,7 +170,7 @@ class Stepper:
             self._ids[torch.tensor(slots, device=ids.device)] = ids
 
     def _pass(self, n: int) -> Window:
-        return Window(self._pool, self.table, self._cursor, self._layers, self._log, n)
+        return Window(self._pool, self.table, self._cursor, self._layers, n)
 
     def _run(self, n: int) -> Result:
         """What all W slots give. A number of rows is computed plainly the first time, then recorded."""
