@@ -42,8 +42,13 @@ class Drafts:
             )
         source = settings.sources.get("spec")
         choice = choose(settings.spec, f"asked for by {source}" if source else "")
-        if draft_from and choice.kind == "off":
-            raise UsageError("--draft-from without drafts", "--spec auto or suffix, which draft from texts")
+        if draft_from and choice.kind in ("off", "dspark"):
+            raise UsageError(f"--draft-from with --spec {choice.kind}", "--spec auto or suffix, which draft from texts")
+        if choice.kind == "dspark":
+            from k3cli.engine.drafting.choose import draft_folder
+            from k3cli.model.hub import resolve_model
+
+            draft_folder(choice, resolve_model(settings.model_ref))
         names = [name.removeprefix(SESSION) for name in draft_from if name.startswith(SESSION)]
         for name in names:
             store.session(name)

@@ -11,7 +11,7 @@ from k3_sessions.identity import layout_digest
 from k3_sessions.types import Identity, RestoredState, StateLayout
 
 import k3cli
-from k3cli.engine.drafting.choose import OFF, Choice, drafter_maker
+from k3cli.engine.drafting.choose import OFF, Choice, draft_folder, drafter_maker
 from k3cli.engine.drafting.policy import Costs
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.timeline import PREFILL_CHUNK, Timeline
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from k3cli.chat.renderer import Renderer
     from k3cli.chat.tokenizer import Tokenizer
     from k3cli.engine.drafting.drafter import Drafter
+    from k3cli.model.dspark.network import DraftModel
     from k3cli.model.weights import LoadProgress
 
 
@@ -44,12 +45,17 @@ class Engine:
         dtype: str = "float32",
         reasons: dict[str, str] | None = None,
         notices: Sequence[str] = (),
+        folder: Path | None = None,
     ) -> None:
-        """model: has the interface of timeline.ModelLike plus `new_state` and `state_layout` (K3Model has)."""
+        """model: has the interface of timeline.ModelLike plus `new_state` and `state_layout` (K3Model has).
+
+        folder: where its files are.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.name = name
+        self.folder = folder
         self.context_limit = context_limit
         self.device = torch.device(device)
         self.dtype = dtype
@@ -116,6 +122,7 @@ class Engine:
             dtype=str(model.dtype).removeprefix("torch."),
             reasons=loaded.reasons,
             notices=loaded.notices,
+            folder=folder,
         )
 
     def speculate(
@@ -132,7 +139,19 @@ class Engine:
             raise UsageError(f"window is {rows}", f"1 to {window}, the rows of a step of this model")
         self.speculation = choice
         self._draft_rows = rows
+        if choice.kind == "dspark" and make is None:
+            sources["draft"] = self._load_draft(choice)
         self._make_drafter = make or drafter_maker(choice, **sources)
+
+    def _load_draft(self, choice: Choice) -> DraftModel:
+        """The draft model of a choice; the target hands out what it reads from here on. ModelError, UsageError."""
+        from k3cli.model.dspark.weights import load_draft
+
+        assert self.folder is not None
+        tables = self.model.weights
+        draft = load_draft(draft_folder(choice, self.folder), self.model.config, tables.embed, tables.head)
+        self.model.tap_layers = draft.config.taps
+        return draft
 
     def timeline(self, tokens: Sequence[int] = ()) -> Timeline:
         """A timeline at position 0; `tokens` are pending."""

@@ -265,9 +265,14 @@ class Timeline:
         window.account(self.tokens, time.perf_counter() - began, self.decoding, self.speculator)
 
     def _prefill_chunk(self, n: int, rows: str) -> Tensor:
+        first = self.position
+        taps: list[Tensor] = []
+        wanted = {"taps": taps} if self.speculator is not None and self.speculator.needs_hidden else {}
         with self._step("prefill", n):
-            logits = self.model.prefill(self._ids(n), self._state, logits=rows)
+            logits = self.model.prefill(self._ids(n), self._state, logits=rows, **wanted)
         assert logits is not None
+        if self.speculator is not None and taps:
+            self.speculator.observe(self.tokens[first : first + n], first, taps[0])
         logits = logits.reshape(-1, logits.shape[-1])
         self._logits = logits[-1]
         return logits
@@ -277,6 +282,9 @@ class Timeline:
         with self._step("decode", n):
             logits, log = self.model.verify(self._ids(n), self._state)
             self.model.commit(self._state, log, n)
+        if self.speculator is not None and self.speculator.needs_hidden:
+            first = self.position - n
+            self.speculator.observe(self.tokens[first : first + n], first, log.taps)
         self._logits = logits[n - 1]
         return logits[:n]
 

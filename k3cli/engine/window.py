@@ -48,4 +48,5 @@ class Window:
         if speculator is not None:
             speculator.policy.costs.note(rows, self.seconds + commit_seconds)
             speculator.policy.note(rows, used, tested, hits, self.draft_seconds)
-            speculator.observe(self.ids[:used])
+            taps = getattr(self.log, "taps", None)
+            speculator.observe(self.ids[:used], self.start, None if taps is None else taps[:used])

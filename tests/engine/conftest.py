@@ -323,7 +323,7 @@ class Guesser:
         ids = list(self.guess(position, k))
         return Draft(ids, [1.0] * len(ids))
 
-    def observe(self, accepted: Sequence[int], hidden: Any) -> None:
+    def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:
         assert len(accepted) >= 1
 
     def fork(self) -> Guesser:

@@ -8,7 +8,7 @@ import pytest
 
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
-from k3cli.engine.drafting.choose import choose
+from k3cli.engine.drafting.choose import choose, draft_folder
 from k3cli.engine.drafting.drafter import Draft
 from k3cli.engine.drafting.policy import Costs, Policy
 from k3cli.engine.drafting.speculator import Speculator
@@ -177,7 +177,7 @@ class Broken:
     def propose(self, context, position, k):
         return self.bad if self._call("propose") else Draft([1] * k, [1.0] * k)
 
-    def observe(self, accepted, hidden) -> None:
+    def observe(self, accepted, position, hidden) -> None:
         self._call("observe")
 
     def fork(self):
@@ -261,7 +261,8 @@ def test_a_conversation_tells_of_a_drafter_that_failed(fake_engine, store, talk,
 def test_what_can_be_asked_for(fake_engine) -> None:
     assert choose("auto").kind == choose("suffix").kind == "suffix"
     assert choose("off").kind == "off"
-    for bad in ("suffix:x", "eagle", ""):
+    assert (choose("dspark").folder, choose("dspark:/a/b").folder) == ("", "/a/b")
+    for bad in ("suffix:x", "eagle", "", "dspark:"):
         with pytest.raises(UsageError, match="auto, off, suffix or dspark"):
             choose(bad)
     fake_engine.speculate(choose("suffix"), 4)
@@ -270,6 +271,18 @@ def test_what_can_be_asked_for(fake_engine) -> None:
             fake_engine.speculate(choose("suffix"), rows)
     fake_engine.speculate(choose("off"))
     assert fake_engine.timeline().speculator is None
+
+
+def test_a_draft_model_is_looked_for_before_anything_is_loaded(tmp_path) -> None:
+    model = tmp_path / "some-model"
+    with pytest.raises(UsageError, match="some-model has no draft of its own"):
+        draft_folder(choose("dspark"), model)
+    with pytest.raises(UsageError, match="no draft in"):
+        draft_folder(choose(f"dspark:{tmp_path}"), model)
+    (model / "dspark").mkdir(parents=True)
+    (model / "dspark" / "config.json").write_text("{}")
+    assert draft_folder(choose("dspark"), model) == model / "dspark"
+    assert draft_folder(choose(f"dspark:{model / 'dspark'}"), tmp_path) == model / "dspark"
 
 
 def settled(cost_of_rows) -> Policy:

@@ -52,8 +52,10 @@ def session(tmp_path) -> Iterator[Callable[..., tuple[list[int], Any]]]:
         assert not [event for event in events if isinstance(event, ev.Notice)], events
         assert isinstance(events[-1], ev.Done)
 
-    def run(engine: Engine, sampling: dict[str, Any], make: Any = None, rows: int | None = None) -> Any:
-        engine.speculate(OFF if make is None else choose("suffix"), rows, make=make)
+    def run(
+        engine: Engine, sampling: dict[str, Any], make: Any = None, rows: int | None = None, spec: str = "suffix"
+    ) -> Any:
+        engine.speculate(OFF if make is None and spec == "suffix" else choose(spec), rows, make=make)
         config = StoreConfig(free_floor_bytes=0, free_floor_share=0.0)
         store = Store.open(tmp_path / f"store-{len(stores)}", config=config)
         stores.append(store)
@@ -106,8 +108,36 @@ def test_nano_identity(kind, nano, session, hostile, reckless) -> None:
     drafters = hostile(truth, nano.tokenizer.n_vocab, special(nano))
     for name in ("suffix", "half"):
         assert session(nano, SAMPLINGS[kind], drafters[name])[1] == plain, name
+    assert session(nano, SAMPLINGS[kind], spec="dspark")[1] == plain
     # What was drafted is replayed without drafts.
     assert not [event for event in replay(nano, session.stores[-1], "b") if isinstance(event, ev.Difference)]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "warm"])
+def test_nano_has_a_draft_model_that_is_right_more_often_than_not(kind, nano) -> None:
+    """Sampled answers too: it draws with the target's own noise."""
+    nano.speculate(choose("dspark"))
+    renderer, timeline = nano.renderer, nano.timeline()
+    context = renderer.new_context(True)
+    ids = renderer.render_messages([{"role": "user", "content": "How does k3 keep sessions?"}], context)
+    timeline.extend([*ids, *renderer.generation_prompt(True)])
+    list(timeline.generate(Sampling(**SAMPLINGS[kind]), renderer.stop_ids, 60))
+    nano.speculate(OFF)
+    tested, accepted = timeline.decoding.tested, timeline.decoding.accepted
+    assert sum(tested) >= 6
+    assert sum(accepted) > 0.5 * sum(tested), (tested, accepted)
+
+
+def test_a_draft_that_breaks_turns_itself_off(nano, session, monkeypatch) -> None:
+    _, plain = session(nano, SAMPLINGS["greedy"])
+    nano.speculate(choose("dspark"))
+    model = nano.timeline().speculator.drafter.model
+    monkeypatch.setattr(type(model), "extend", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    timeline = nano.timeline(plain[0][0][:40])
+    drawn = list(timeline.generate(Sampling(**SAMPLINGS["greedy"]), (), 5))
+    assert len(drawn) == 5
+    assert "out of memory" in timeline.speculator.take_failure()
+    nano.speculate(OFF)
 
 
 def test_nano_drafts_pay_where_text_repeats(nano) -> None:

@@ -54,10 +54,10 @@ class Drafter(Protocol):
         Within one run the context only grows. `context` belongs to the caller: it is not kept and not changed.
         """
 
-    def observe(self, accepted: Sequence[int], hidden: Any) -> None:
-        """The rows of the last window that were kept: the tokens evaluated, oldest first.
+    def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:
+        """Tokens that were evaluated and stay, oldest first: of a prompt, or the rows of a window that were kept.
 
-        hidden: with `needs_hidden`, what the model tapped for exactly these rows; else None.
+        position: of the first. hidden: with `needs_hidden`, what the model tapped for exactly these rows; else None.
         """
 
     def fork(self) -> Drafter:

@@ -90,11 +90,16 @@ class Speculator:
         rows = self.policy.choose(len(ids), draft.confidence) if ids else 1
         return ids[: rows - 1], time.perf_counter() - began
 
-    def observe(self, accepted: Sequence[int], hidden: Any = None) -> None:
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether `observe` has a use for hidden rows."""
+        return not self.failure and self.drafter.needs_hidden
+
+    def observe(self, accepted: Sequence[int], position: int, hidden: Any = None) -> None:
         """See drafter.Drafter."""
         if not self.failure:
             try:
-                self.drafter.observe(accepted, hidden)
+                self.drafter.observe(accepted, position, hidden)
             except Exception as error:
                 self._fail(error)
 

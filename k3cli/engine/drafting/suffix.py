@@ -154,7 +154,7 @@ class SuffixDrafter:
                 break
         return Draft(found, confidence) if found else NOTHING
 
-    def observe(self, accepted: Sequence[int], hidden: Any) -> None:
+    def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:
         """Nothing: every token comes with the next context."""
 
     def fork(self) -> SuffixDrafter:

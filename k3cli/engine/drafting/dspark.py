@@ -1,0 +1,62 @@
+"""Drafts from a DSpark model: it reads the target's residual stream at the tokens that were kept.
+
+Its context rows are not stored with a session: after a resume it knows only what has been evaluated since, which costs
+acceptance for a while and never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from k3cli.engine.drafting.drafter import NOTHING, Draft
+from k3cli.engine.sampling import draw
+
+if TYPE_CHECKING:
+    from k3cli.engine.sampling import Sampling
+    from k3cli.model.dspark.network import DraftCache, DraftModel
+
+
+class DSparkDrafter:
+    """A drafter over a loaded draft model; see `drafter.Drafter` for the calls."""
+
+    name = "dspark"
+    needs_hidden = True
+
+    def __init__(self, model: DraftModel, cache: DraftCache | None = None, end: int = 0) -> None:
+        """end: position behind the last row of `cache`."""
+        self.model = model
+        self._cache = model.new_cache() if cache is None else cache
+        self._end = end
+        self._sampling: Sampling | None = None
+
+    def begin(self, context: Sequence[int], sampling: Sampling) -> None:
+        self._sampling = sampling
+        if self._end > len(context):  # another, shorter history
+            self._cache, self._end = self.model.new_cache(), 0
+
+    def propose(self, context: Sequence[int], position: int, k: int) -> Draft:
+        """Drawn with the target's own noise at each position, so that sampled drafts agree with it more often."""
+        sampling = self._sampling
+        if sampling is None:
+            return NOTHING
+
+        def pick(logits: Tensor, at: int) -> int:
+            return draw(logits.unsqueeze(0), [at], sampling)[0]
+
+        ids, confidence = self.model.draft(self._cache, context[position], position, k, pick)
+        return Draft(ids, confidence or None)
+
+    def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:
+        """Rows that show nothing (hidden None) leave a gap in the context."""
+        if hidden is not None:
+            assert hidden.shape[0] == len(accepted), (hidden.shape, len(accepted))
+            self.model.extend(self._cache, hidden, position)
+        self._end = position + len(accepted)
+
+    def fork(self) -> DSparkDrafter:
+        child = DSparkDrafter(self.model, self._cache.fork(), self._end)
+        child._sampling = self._sampling
+        return child
