@@ -119,8 +119,9 @@ def _decoded(x, scale, Q: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, A
 def _columns(
     z, acc, x, scale, start, live, WIDTH: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr
 ):
-    """One step of 128 columns: acc [BN, R] += weights . rows."""
+    """One step of 128 columns, scales [BN, 4]: acc [BN, R] += weights . rows."""
     k = tl.arange(0, 32)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, 4, 4)), (BN, 16))
     for q in tl.static_range(4):
         a = _decoded(x, scale, q, BN, z.dtype.element_ty, ASM)
         inside = live
@@ -166,7 +167,8 @@ def _product(
         EVEN: tl.constexpr = WIDTH % (128 * UNROLL) == 0
         word = tl.arange(0, 16)
         at = w + rows[:, None] * J + word[None, :]
-        scale_at = scales + rows[:, None] * (J // 4) + (word // 4)[None, :]
+        four = tl.arange(0, 4)
+        scale_at = scales + rows[:, None] * (J // 4) + four[None, :]
         WHOLE: tl.constexpr = EVEN and FULL
         if AHEAD:  # the next step's words are on their way while this one's are decoded
             x = _words(at, inside, word < J, WHOLE)
@@ -193,10 +195,10 @@ def _product(
                 x = _words(at + j, inside, j + word < J, WHOLE)
                 if UNROLL == 2:
                     x1 = _words(at + j + 16, inside, j + 16 + word < J, WHOLE)
-            s = _words(scale_at + j // 4, inside, j + word < J, WHOLE)
+            s = _words(scale_at + j // 4, inside, j + four * 4 < J, WHOLE)
             acc = _columns(z, acc, x, s, j, live, WIDTH, BN, EVEN, ASM)
             if UNROLL == 2:
-                s1 = _words(scale_at + j // 4 + 4, inside, j + 16 + word < J, WHOLE)
+                s1 = _words(scale_at + j // 4 + 4, inside, j + 16 + four * 4 < J, WHOLE)
                 acc = _columns(z, acc, x1, s1, j + 16, live, WIDTH, BN, EVEN, ASM)
             if AHEAD:
                 x = y
