@@ -152,29 +152,33 @@ def experts_window(
     slot `position mod W`.
 
     z [W, L], ids [W, k] int64, weights [W, k] fp32, cursor int64 [4] on z's device; idle slots may hold anything.
-    Every row goes through its own k experts alone, with the same shapes and the same order of sums whatever the other
-    rows choose; only the dequantisation of shared experts is done once (on a CPU: elsewhere it would have to wait for
-    the device). Returns [W, L] in z's dtype, idle rows are zero.
+    Bits of a row do not depend on the other rows. On a CPU every expert that some row chose takes all W rows, a product
+    of one shape, and each row sums its own k results in its own order; elsewhere, where that would have to wait for the
+    device, each row goes through its own experts alone. Returns [W, L] in z's dtype, idle rows are zero.
     """
-    W, k = ids.shape
+    W = ids.shape[0]
     assert 0 <= n <= W, (n, W)
     slots = (cursor[0] + torch.arange(n, device=cursor.device)) % W
     if z.device.type != "cpu":
         return _rows_on_device(z, ids, weights, experts, act, slots)
-    rows = slots.tolist()
     total = torch.zeros_like(z)
-    group = max(1, experts.at_once(z.dtype) // k)
-    for first in range(0, len(rows), group):
-        members = rows[first : first + group]
-        if len(members) == 1:
-            local = None
-            w13, w2 = experts.matrices(ids[members[0]], z.dtype)
-        else:
-            used, local = torch.unique(ids[members], return_inverse=True)
-            w13, w2 = experts.matrices(used, z.dtype)
-        for i, row in enumerate(members):
-            mine = (w13, w2) if local is None else (w13.index_select(0, local[i]), w2.index_select(0, local[i]))
-            total[row] = _row(z[row], weights[row], *mine, act)
+    if n == 0:
+        return total
+    used, local = torch.unique(ids.index_select(0, slots), return_inverse=True)
+    outputs = z.new_empty(used.numel(), W, z.shape[1])
+    first = 0
+    for chosen in used.split(experts.at_once(z.dtype)):
+        w13, w2 = experts.matrices(chosen, z.dtype)
+        hidden = z.new_empty(chosen.numel(), W, w13.shape[1])
+        for i in range(chosen.numel()):
+            torch.mm(z, w13[i].t(), out=hidden[i])
+        gate, up = hidden.chunk(2, dim=-1)
+        inner = act(gate, up)
+        for i in range(chosen.numel()):
+            torch.mm(inner[i], w2[i].t(), out=outputs[first + i])
+        first += chosen.numel()
+    for row, mine in zip(slots.tolist(), local, strict=True):
+        total[row] = torch.mv(outputs[mine, row].float().t(), weights[row]).to(z.dtype)
     return total
 
 
