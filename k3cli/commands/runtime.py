@@ -29,11 +29,13 @@ def store_config(settings: Settings) -> StoreConfig:
     """The store's settings: its own defaults, changed where the user set a key."""
     from k3_sessions.config import StoreConfig
 
-    asked = {
+    asked: dict[str, Any] = {
         "quota_bytes": settings.quota,
         "free_floor_bytes": settings.free_floor,
         "force_network_fs": settings.force_network_fs,
     }
+    if settings.free_floor is not None:
+        asked["free_floor_share"] = 1.0  # the user's figure, not the smaller of it and a share of the disk
     kept = {"last": settings.keep_last, "max_kept": settings.keep_max, "log_spaced": settings.keep_log_spaced}
     config = replace(StoreConfig(), **_given(asked))
     return replace(config, thinning=replace(config.thinning, **_given(kept)))

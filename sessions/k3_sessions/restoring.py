@@ -182,8 +182,10 @@ def _read(
 
 def run_all(store: Store, jobs: Sequence[Callable[[], None]]) -> None:
     """Run jobs on the workers; after the first failure the rest is skipped, and that failure is raised."""
-    futures: list[Future[None]] = [store.pool().submit(job) for job in jobs]
+    futures: list[Future[None]] = []
     try:
+        for job in jobs:
+            futures.append(store.submit(job))
         for future in futures:
             future.result()
     except BaseException:

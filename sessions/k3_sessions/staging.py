@@ -45,7 +45,10 @@ class Slot:
     def view(self, size: int) -> memoryview:
         """The first `size` bytes; what they held before is gone."""
         if len(self._memory) < size:
-            pages = mmap.mmap(-1, -(-size // _HUGE) * _HUGE)
+            try:
+                pages = mmap.mmap(-1, -(-size // _HUGE) * _HUGE)
+            except OSError as error:
+                raise MemoryError(f"no {size} bytes to read an object into ({error.strerror})") from error
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._memory = memoryview(pages)
@@ -101,7 +104,7 @@ class Jobs:
             finally:
                 self.staging.give(size)
 
-        future = self._store.pool().submit(work)
+        future = self._store.submit(work)
         self._futures.append(future)
         return future
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from k3_sessions.records import Kept, Ref, TurnRecord, seal, unseal
 from k3_sessions.types import Array, Identity, RestoredState, RestorePlan, Session, StateLayout, Turn
 from k3_sessions.writer import SessionWriter
 
+T = TypeVar("T")
 FOLDERS = ("objects", "refs", "locks", "quarantine")
 MIN_ID = 6
 """Fewest digits of a turn id that select a turn."""
@@ -110,6 +111,13 @@ class Store(Locks):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers + 2, thread_name_prefix="k3-store")
         return self._pool
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Run a job on the workers. Raises MemoryError where the system gives no thread."""
+        try:
+            return self.pool().submit(job)
+        except RuntimeError as error:
+            raise MemoryError(f"a thread of the session store: {error}") from error
 
     def close(self) -> None:
         """End the worker threads. The store may be used again."""

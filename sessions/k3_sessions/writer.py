@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -22,7 +23,7 @@ import numpy as np
 from k3_sessions import room, upkeep
 from k3_sessions.blobs import Batch
 from k3_sessions.common import check_json, new_tree, now
-from k3_sessions.errors import BadDraft, SessionChanged, SessionMissing
+from k3_sessions.errors import BadDraft, IOFailure, SessionChanged, SessionMissing
 from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
 from k3_sessions.objects import Blob
 from k3_sessions.records import Kept, Page, Ref, Root, TurnRecord
@@ -154,21 +155,30 @@ class SessionWriter:
         """Store a turn and the state after it; returns when both are durable.
 
         Raises BadDraft (nothing is kept of it); StoreFull, StoreReadOnly, IOFailure, StoreBusy (the turn is kept in
-        memory, see the class); SessionChanged.
+        memory, see the class; exhausted memory is an IOFailure); SessionChanged.
         """
         if self._lock is None:
             raise BadDraft(f"session {self.name} was closed", do="open a writer")
         tokens = self._check(draft)
-        checkpoint = check_checkpoint(self._layout, source.checkpoint())
+        with _short_of_memory():
+            try:
+                checkpoint = check_checkpoint(self._layout, source.checkpoint())
+            except MemoryError:
+                self._keep(draft, tokens)
+                raise
+            self._keep(draft, tokens)
+            return self._store_waiting(source, checkpoint)
+
+    def _keep(self, draft: TurnDraft, tokens: Array) -> None:
         self._waiting.append(_Waiting(draft, tokens, now()))
         self.accepted += 1
-        return self._store_waiting(source, checkpoint)
 
     def flush(self, source: StateSource) -> CommitReport | None:
         """Try again to store what earlier commits could not; `source` is the state after the last of them."""
         if not self._waiting:
             return None
-        return self._store_waiting(source, check_checkpoint(self._layout, source.checkpoint()))
+        with _short_of_memory():
+            return self._store_waiting(source, check_checkpoint(self._layout, source.checkpoint()))
 
     def _check(self, draft: TurnDraft) -> Array:
         total, position = self._end()
@@ -402,6 +412,17 @@ class SessionWriter:
         staying = {entry.turn for entry in (*apart, *keep)}
         gone = {entry.turn for entry in ref.keep} - staying
         return [turn for turn in path if turn.id in gone]
+
+
+@contextmanager
+def _short_of_memory() -> Iterator[None]:
+    """Exhausted memory is trouble like a full disk: the turn waits, and the conversation goes on."""
+    try:
+        yield
+    except MemoryError as error:
+        raise IOFailure(
+            f"storing a turn: memory ran out ({error})", do="free some; the next turn's save tries again"
+        ) from error
 
 
 def _spans(pages: Sequence[Page], position: int) -> list[tuple[int, int]]:

@@ -194,6 +194,14 @@ def test_verify_finds_damage_and_repair_sets_it_aside(forked, private_home) -> N
     assert forked("verify", "nobody").code == Exit.SESSION
 
 
+def test_a_floor_that_was_asked_for_is_kept_however_small_the_disk(forked, monkeypatch) -> None:
+    monkeypatch.setenv("K3_FREE_FLOOR", "900T")
+    done = forked("resume", "a", "-p", "four")
+    assert done.code == 1
+    assert "NOT saved" in done.err
+    assert len(turns(forked, "a")) == 3
+
+
 def test_export_and_import(forked, tmp_path, monkeypatch) -> None:
     file = tmp_path / "a.k3"
     done = forked("export", "a", str(file), "--json")

@@ -56,6 +56,64 @@ def test_a_disk_in_trouble_loses_nothing(code, call):
     assert store.verify().problems == ()
 
 
+@pytest.mark.parametrize("where", ["copy", "thread", "rows"])
+def test_exhausted_memory_loses_nothing(tmp_path, monkeypatch, where):
+    """It counts as trouble like a full disk: one error that a conversation survives, and the next commit holds both."""
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    tokens, turns = grow(store, "a", [600])
+    first, second = ids(50, 1), ids(50, 2)
+    done = tokens + first + second
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread") if where == "thread" else MemoryError
+
+    with store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT) as writer, monkeypatch.context() as short:
+        plan = store.plan(turns[0].id, IDENTITY, LAYOUT)
+        if where == "thread":
+            short.setattr(store.pool(), "submit", refuse)
+        else:
+            short.setattr(Toy, {"copy": "checkpoint", "rows": "page_rows"}[where], refuse)
+        for attempt in (
+            lambda: writer.commit(draft(first, 649, restored=plan), Toy(tokens + first, 649)),
+            lambda: writer.flush(Toy(tokens + first, 649)),
+        ):
+            with pytest.raises(IOFailure, match="memory ran out"):
+                attempt()
+            assert writer.unsaved == 1
+        short.undo()
+        assert writer.commit(draft(second, 699), Toy(done, 699)).stored == 2
+    assert [turn.tokens for turn in store.log("a")] == [tuple(tokens), tuple(first), tuple(second)]
+    head = store.session("a").head
+    check(store.restore(store.plan(head, IDENTITY, LAYOUT), IDENTITY, LAYOUT), done)
+    assert store.verify().problems == ()
+
+
+def test_a_clock_that_runs_backwards_loses_nothing(tmp_path, monkeypatch):
+    """Times are for people and for the order of eviction; nothing else may depend on them."""
+    stamps = iter(f"20{60 - n:02}-01-01T00:00:00.000Z" for n in range(50))
+    for module in ("writer", "store", "room", "portable", "locks", "repairing"):
+        monkeypatch.setattr(f"k3_sessions.{module}.now", lambda: next(stamps))
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    tokens, turns = grow(store, "a", [600, 30, 30])
+    store.fork("a", "b", at=turns[1].id)
+    for path in (tmp_path / "s").rglob("*"):
+        os.utime(path, (0, 0))
+    tokens, more = grow(store, "a", [30], create=False)
+    store.export("a", tmp_path / "file")
+    store.import_(tmp_path / "file", "c")
+    for name in ("a", "c"):
+        assert [turn.id for turn in store.log(name)] == [turn.id for turn in (*turns, *more)]
+    check(store.restore(store.plan(more[-1].id, IDENTITY, LAYOUT), IDENTITY, LAYOUT), tokens)
+    assert store.gc().removed == ()
+    assert store.verify().problems == ()
+    quota = store.usage().allocated + 66000  # room for the next commit's overhead, not for its rows
+    small = Store.open(tmp_path / "s", config=dataclasses.replace(CONFIG, quota_bytes=quota))
+    grow(small, "d", [200], seed=5)
+    assert [bool(session.evicted) for session in store.sessions()].count(True) >= 1
+    assert store.usage().allocated <= quota
+    assert store.verify().problems == ()
+
+
 def test_one_failing_call_at_each_place_of_a_commit():
     """Whichever single call fails, trying again with `flush` stores the turn exactly once."""
     number, failed = 0, True
