@@ -15,7 +15,7 @@ from k3cli import __version__
 from k3cli.commands.failures import as_k3_error
 from k3cli.commands.output import human_bytes
 from k3cli.config import KEYS, Settings
-from k3cli.errors import Exit, K3Error, UsageError
+from k3cli.errors import Exit, FitError, K3Error, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -126,10 +126,8 @@ def model(settings: Settings) -> Iterator[Check]:
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         yield from kernels(config, device, dtype, DEFAULT_WINDOW)
-        layout = state_layout(config, dtype)
-        yield from fit(
-            weights_memory(config, dtype), layout, available_memory(device), config.context_limit, str(device)
-        )
+        layout, free = state_layout(config, dtype), available_memory(device)
+        yield from fit(config, dtype, weights_memory(config, dtype), layout, free, str(device))
     except K3Error as problem:
         yield Check("model", "problem", str(problem), why, problem.exit_code)
 
@@ -170,9 +168,13 @@ def drafting(settings: Settings, window: int) -> Iterator[Check]:
             yield Check("chosen", name, value, reason)
 
 
-def fit(weights: int, layout: StateLayout, free: int | None, limit: int, device: str) -> Iterator[Check]:
+def fit(
+    config: ModelConfig, dtype: torch.dtype, weights: int, layout: StateLayout, free: int | None, device: str
+) -> Iterator[Check]:
     """Weights, the fixed and the growing state, and what of it the device's free memory holds. Bytes; tokens."""
-    fixed, row = state_bytes(layout)
+    from k3cli.model.pool import Geometry, granules_for, room
+
+    (fixed, row), limit = state_bytes(layout), config.context_limit
     yield Check("fit", "weights", human_bytes(weights), f"in memory on {device}")
     yield Check("fit", "state, fixed", human_bytes(fixed), "KDA layers, whatever the length")
     yield Check(
@@ -181,16 +183,24 @@ def fit(weights: int, layout: StateLayout, free: int | None, limit: int, device:
     if free is None:
         yield Check("fit", "room", "unknown", "the system does not tell its free memory")
         return
-    left = free - weights - fixed
-    if left < 0:
-        have = f"{human_bytes(free)} free on {device}"
-        yield Check("fit", "room", f"does not fit: {human_bytes(-left)} missing", have, Exit.NO_FIT)
-    else:
-        tokens = min(limit, left // row) if row else limit
-        reason = (
-            "the whole context" if tokens == limit else f"of {limit:,}: {human_bytes(left)} are left beside the weights"
+    geometry = Geometry.of(config, layout.hash_block, dtype)
+    try:
+        granules = granules_for(config, geometry, free - weights, dtype)
+    except FitError as problem:
+        yield Check(
+            "fit", "room", f"does not fit: {problem.found}", f"{human_bytes(free)} free on {device}", Exit.NO_FIT
         )
-        yield Check("fit", "room", f"{tokens:,} tokens of context", reason)
+        return
+    tokens = min(limit, room(geometry, granules))
+    left = f"{human_bytes(free - weights)} are left beside the weights"
+    yield Check(
+        "fit",
+        "room",
+        f"{tokens:,} tokens of context",
+        "the whole context" if tokens == limit else f"of {limit:,}: {left}",
+    )
+    size = human_bytes(granules * geometry.granule)
+    yield Check("fit", "pool", size, f"for all sequences of a process: {human_bytes(geometry.granule)} a page")
 
 
 def state_bytes(layout: StateLayout) -> tuple[int, int]:

@@ -106,9 +106,10 @@ class Timeline:
         return self.prefill_to(len(self.tokens), cancel)
 
     def prefill_to(self, stop: int, cancel: Cancel = never) -> Iterator[int]:
-        """Like `prefill`, up to position `stop`."""
+        """Like `prefill`, up to position `stop`. FitError, before anything is evaluated, when memory has no room."""
         self._usable()
         first = self.position
+        self._state.reserve(max(stop - first, 0))
         while self.position < stop and not cancel():
             end = (self.position // PREFILL_CHUNK + 1) * PREFILL_CHUNK
             self._prefill_chunk(min(end, stop) - self.position, "last")

@@ -81,6 +81,11 @@ def granules_for(config: ModelConfig, geometry: Geometry, free: int | None, dtyp
     return fits
 
 
+def room(geometry: Geometry, granules: int) -> int:
+    """Positions that one sequence alone can have: a slot is its own, one is for the next prefill."""
+    return max(0, granules - 2 * geometry.run) * geometry.rows
+
+
 @dataclass
 class Holding:
     """What one sequence holds: its pages, first position first, and its slot (its first granule; -1 for none)."""
@@ -146,6 +151,25 @@ class Pool:
     def only_indexed(self, granule: int) -> bool:
         """Whether a page or slot that the prefix index holds has no other holder."""
         return self._refs[granule] == 1
+
+    def ask(self, pages: int, tokens: int) -> None:
+        """Raises FitError when `pages` more and a slot can't be had, even if all that only the index holds is given up.
+
+        tokens: what they are for. The slot is for the sequence's next prefill.
+        """
+        run = self.geometry.run
+        if pages + run <= self.free:
+            return
+        held, slots = self.prefixes.pages_and_slots()
+        spare = self._free + sum(map(self.only_indexed, held)) + run * sum(map(self.only_indexed, slots))
+        if pages + run > spare:
+            size, left = self.geometry.granule, max(spare - run, 0)
+            raise FitError(
+                f"{tokens:,} more tokens need {pages * size / 1e6:,.1f} MB of pages, "
+                f"{left * size / 1e6:,.1f} of the pool's {self.granules * size / 1e6:,.1f} MB can be had",
+                f"at most {left * self.geometry.rows:,} tokens",
+                "send less, close a session or a fork, or free memory on the device",
+            )
 
     def page(self) -> int:
         """A page of zeros, held once. Raises FitError when nothing can be given up for it."""

@@ -102,6 +102,9 @@ class State:
         """Pages for n more tokens, and the tail page for this state alone. Raises FitError when there is no room."""
         pool, pages = self.pool, self.pages
         index, filled = divmod(self.position, self.page)
+        missing = -(-(self.position + n) // self.page) - len(pages)
+        if missing > 0:
+            pool.ask(missing, n)
         if filled and pool.shared(pages[index]):
             fresh = pool.page()
             pool.copy_rows(pages[index], fresh, 0, filled)

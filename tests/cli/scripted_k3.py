@@ -49,6 +49,9 @@ class ScriptedState:
         child.ids = list(self.ids)
         return child
 
+    def reserve(self, n: int) -> None:
+        """Lists have room."""
+
     def checkpoint(self) -> dict[str, Any]:
         return {"recurrent": np.array([[len(self.ids), sum(self.ids)]], dtype=np.float32)}
 

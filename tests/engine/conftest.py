@@ -60,6 +60,9 @@ class FakeState:
         child.rows = list(self.rows)
         return child
 
+    def reserve(self, n: int) -> None:
+        """Lists have room."""
+
     def checkpoint(self) -> dict[str, Any]:
         return {"recurrent": self.recurrent.numpy()[None].copy()}
 

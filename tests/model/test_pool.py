@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from k3cli.commands.doctor_checks import fit
+from k3cli.engine.timeline import Timeline
 from k3cli.errors import FitError
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import K3Model
-from k3cli.model.pool import Geometry, Pool, granules_for
+from k3cli.model.pool import Geometry, Pool, granules_for, room
 from k3cli.model.prefixes import ROOT, block_key
+from k3cli.model.sizing import workspace
 from k3cli.model.state import State, state_layout
 from k3cli.model.weights import load_model
 
@@ -169,7 +172,7 @@ def test_a_match_survives_the_need_for_room(config: ModelConfig):
     found = bench.new()
     assert found.begin_with(torch.tensor(tokens))
     bench.live.append((found, tokens))
-    with pytest.raises(FitError, match="no room for another"):
+    with pytest.raises(FitError, match=r"no room for another|of the pool"):
         fill(bench)
     bench.check()
 
@@ -279,9 +282,35 @@ def test_a_full_pool_refuses_and_leaves_the_state(model: K3Model):
     ids = torch.arange(600) % 90
     small.prefill(ids, state)
     before = state.checkpoint()
-    with pytest.raises(FitError, match="the pool has"):
+    with pytest.raises(FitError, match="of the pool"):
         deque((small.prefill(ids, state) for _ in range(9)), maxlen=0)
     logits, log = small.verify(ids[:1], state)
     small.commit(state, log, 1)
     assert torch.isfinite(logits).all()
     assert before["recurrent"].shape == state.checkpoint()["recurrent"].shape
+
+
+def test_a_prompt_that_can_not_fit_is_refused_before_anything_is_evaluated(model: K3Model):
+    small = K3Model(model.config, model.weights, model.device, model.dtype)
+    small.pool = Pool(model.config, 512, model.device, model.dtype, 3 + 2 * model.pool.geometry.run)
+    timeline = Timeline(small, small.new_state(), [5] * 1700, limit=4096)
+    with pytest.raises(FitError, match=r"1,700 more tokens need .* at most [12],") as refusal:
+        list(timeline.prefill())
+    assert refusal.value.exit_code == 4
+    assert timeline.position == 0
+    del timeline.tokens[1000:]
+    assert list(timeline.prefill()) == [512, 1000]
+
+
+def test_the_doctor_counts_the_room_of_the_pool(config: ModelConfig):
+    layout, geometry = state_layout(config, torch.float32), Geometry.of(config, 512, torch.float32)
+    weights = 10**6
+    rows = {row.name: row for row in fit(config, torch.float32, weights, layout, 10**9, "cpu")}
+    assert (rows["room"].value, rows["room"].code) == ("4,096 tokens of context", 0)
+    for pages in (5, 0, -1):
+        granules = pages + 2 * geometry.run
+        free = weights + (workspace(config, torch.float32, 512) + granules * geometry.granule) * 10 // 9 + 1000
+        row = {row.name: row for row in fit(config, torch.float32, weights, layout, free, "cpu")}["room"]
+        assert room(geometry, granules) == max(pages, 0) * 512
+        assert row.code == (0 if pages > 0 else 4)
+        assert row.value.startswith("2,560 tokens" if pages > 0 else "does not fit")
