@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from k3_kernels import attnres, kda, mla, moe, select
+from k3_kernels import attnres, kda, mla, moe, norm, select
+from k3_kernels.activation import reference as activation
 from k3_kernels.kda.step import choice as step_choice
 from k3_kernels.moe import Experts
 from k3_kernels.select import Choice
@@ -33,11 +34,16 @@ def kernel_choices(config: ModelConfig, device: torch.device, dtype: torch.dtype
         gate = torch.empty(moe_.experts, 0, device=device)
         found["moe.route"] = moe.route_choice(rows, gate, moe_.groups)
         z = torch.empty(window, moe_.latent or config.hidden, dtype=dtype, device=device)
-        found["moe.experts_window"] = moe.window_choice(z, Experts(*weights.experts))
+        experts = Experts(*weights.experts)
+        found["moe.experts_window"] = moe.window_choice(z, experts)
+        found["moe.experts_grouped"] = moe.grouped_choice(z, experts)
     if config.attn_res_block is not None:
         deepest = -(-len(config.layers) // config.attn_res_block) + 1
         sources = torch.empty(deepest, 0, config.hidden, dtype=dtype, device=device)
         found["attnres.mix_norm"] = attnres.choice(sources)
+    wide = torch.empty(0, config.hidden, dtype=dtype, device=device)
+    found["norm.rms_norm"] = norm.choice(wide)
+    found["activation"] = activation.choice(wide)
     return found
 
 
