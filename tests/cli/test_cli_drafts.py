@@ -1,0 +1,74 @@
+"""`--spec`, `--window` and `--draft-from`: what they change, what they refuse, what is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from k3cli.engine.drafting.policy import Policy
+
+
+def test_drafts_are_told_and_change_no_answer(k3) -> None:
+    text = "so it goes, so it goes, so it goes, so it goes"
+    plain = k3("chat", "-s", "plain", "-p", text, "--spec", "off")
+    drafted = k3("chat", "-s", "drafted", "-p", text)
+    assert plain.out == drafted.out
+    assert "k3: drafts" not in plain.err
+    assert "k3: drafts suffix: " in drafted.err
+    assert "accepted by place" in drafted.err
+    assert drafted.err.index("k3: drafts") < drafted.err.index("k3: saved")
+    told = k3("chat", "-s", "drafted", "-p", text, "--json", "--window", "2").one("speculation")
+    assert (told["drafter"], told["window"], len(told["acceptance"])) == ("suffix", 2, 1)
+    assert told["tokens_per_step"] > 1.3
+    off = k3("chat", "-s", "plain", "-p", text, "--json", "--spec", "off").one("speculation")
+    assert (off["drafter"], off["tokens_per_step"], off["acceptance"]) == ("off", 1.0, [])
+    resumed = k3("resume", "drafted", "-p", text, "--json", "--spec", "suffix").one("speculation")
+    assert resumed["tokens_per_step"] > 1.3
+    forked = k3("fork", "drafted", "-p", text, "--ephemeral", "--json").one("speculation")
+    assert forked["tokens_per_step"] > 1.3
+
+
+def test_other_texts_are_drafted_from(k3, tmp_path, monkeypatch) -> None:
+    # Every draft is verified, so that steps do not depend on how long they take.
+    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + min(drafts, self.rows - 1))
+    prompt = "slow 20"  # answered with words that are not in the prompt
+    alone = k3("chat", "-s", "a", "-p", prompt, "--json").one("speculation")["steps"]
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"word{number}" for number in range(20)))
+    for source in (str(text), "session:a"):
+        told = k3("chat", "-p", prompt, "--json", "--draft-from", source).one("speculation")
+        assert told["steps"] < 0.8 * alone, source
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--spec", "eagle"), "--spec is 'eagle'; expected auto, off, suffix, dspark or dspark:DIR"),
+        (("--window", "9"), "--window is 9; expected 1 to 8"),
+        (("--window", "0"), "--window is '0'; expected a whole number"),
+        (("--draft-from", "missing.txt"), "--draft-from missing.txt: No such file or directory"),
+        (("--draft-from", "."), "--draft-from .: Is a directory"),
+        (("--spec", "off", "--draft-from", "missing.txt"), "--draft-from with --spec off"),
+    ],
+)
+def test_what_is_refused_before_the_model_is_loaded(k3, options, told) -> None:
+    done = k3("chat", "-p", "Hello", *options)
+    assert done.code == 2
+    assert told in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_session_that_is_not_there(k3) -> None:
+    done = k3("chat", "-p", "Hello", "--draft-from", "session:nobody")
+    assert done.code == 6
+    assert "nobody" in done.err
+
+
+def test_the_doctor_tells_the_policy_and_its_inputs(k3, monkeypatch) -> None:
+    rows = {event["name"]: event for event in k3("doctor", "--json").events if event["type"] == "check"}
+    assert rows["drafts"]["value"] == "suffix"
+    assert "auto" in rows["drafts"]["reason"]
+    assert {"rows of a step", "cost of one more row", "loss allowed"} <= set(rows)
+    monkeypatch.setenv("K3_SPEC", "off")
+    rows = {event["name"]: event for event in k3("doctor", "--json").events if event["type"] == "check"}
+    assert (rows["drafts"]["value"], rows["drafts"]["reason"]) == ("off", "asked for by K3_SPEC")
+    assert "loss allowed" not in rows
