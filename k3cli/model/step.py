@@ -6,6 +6,7 @@ still be in it only; before another state is verified, they are replayed (`settl
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -193,5 +194,8 @@ class Stepper:
                 found = self._forward(self._ids, self._pass(n))
         except RuntimeError as error:
             self.eager = f"recording a step of {n} rows failed: {str(error).splitlines()[0]}"
+            warnings.warn(
+                f"{self.eager}; steps run plainly from here on, which is slower", RuntimeWarning, stacklevel=2
+            )
             return
         self._graphs[n] = (graph, found)

@@ -9,6 +9,7 @@ from k3_kernels import select
 from k3cli.commands.doctor_checks import kernels
 from k3cli.model.choices import eager_reason, kernel_choices
 from k3cli.model.config import ModelConfig
+from k3cli.model.weights import load_model
 
 CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
 
@@ -60,3 +61,23 @@ def test_steps_are_recorded_when_nothing_in_them_waits_for_the_host(
     assert eager_reason(tiny, CUDA, F32, 8) == "mla.decode runs as reference (rank 20)"
     monkeypatch.setattr(select, "for_device", lambda kind: select.Choice(False, "K3_KERNELS=reference"))
     assert eager_reason(wide, CUDA, F32, 8) == "K3_KERNELS=reference"
+
+
+def test_a_step_that_can_not_be_recorded_runs_plainly_and_says_so(checkpoints, monkeypatch: pytest.MonkeyPatch):
+    class Refused:
+        def __enter__(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+        def __exit__(self, *args: object) -> None:
+            raise AssertionError("never entered")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", tuple)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: Refused())
+    model, ids = load_model(checkpoints["k3"]).model, torch.arange(5)
+    expected = model.verify(ids, model.new_state())[0]
+    model._steps.eager = ""
+    assert torch.equal(model.verify(ids[:1], model.new_state())[0], expected[:1])
+    with pytest.warns(RuntimeWarning, match="recording a step of 5 rows failed: operation not permitted .* slower"):
+        assert torch.equal(model.verify(ids, model.new_state())[0], expected)
+    assert torch.equal(model.verify(ids, model.new_state())[0], expected)
