@@ -89,3 +89,5 @@ def _fill(name: str, sink: torch.Tensor, random: torch.Generator) -> None:
         sink.normal_(0.0, 1.0, generator=random)
     else:
         sink.normal_(0.0, 1 / math.sqrt(inputs), generator=random)
+        if name.endswith(".gate.weight"):  # fp32 memory for a bf16 tensor of the checkpoint
+            sink.copy_(sink.bfloat16())

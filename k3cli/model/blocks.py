@@ -119,12 +119,14 @@ class MlpWeights:
 
 
 class MoeWeights:
-    """Router fp32, input matrix [latent down | shared gate | shared up], experts as stored, latent norm and up."""
+    """Router fp32 or, where that is exact, narrower; input matrix [latent down | shared gate | shared up], experts as
+    stored, latent norm and up."""
 
     def __init__(self, config: ModelConfig, alloc: Alloc) -> None:
         moe, D = config.moe, config.hidden
         assert moe is not None
         self.count = moe.experts
+        self.dtype = alloc.dtype
         inner, F = moe.latent or D, moe.intermediate
         self.gate = alloc.full(moe.experts, D)
         self.bias = alloc.full(moe.experts)
@@ -171,7 +173,10 @@ class MoeWeights:
         return found
 
     def finish(self) -> None:
-        """Nothing is derived."""
+        """A gate that the compute dtype holds exactly, as K3's bf16 one, is kept in it: half the bytes a token."""
+        narrow = self.gate.to(self.dtype)
+        if torch.equal(narrow.float(), self.gate):
+            self.gate = narrow
 
 
 class MixSite:

@@ -1,9 +1,9 @@
 """The router on the device: one product with the gate, one selection.
 
-For a window, `_scores` reads the gate once, each program four experts and a share of the columns, and adds products in
-fp32. Many rows use a library product on the matrix units, which loses no bit of any factor either: an fp32 gate is cut
-into three bf16 numbers, 24 bits together, for bf16 rows. `_select` adds the parts of a score in a fixed order and picks
-the best expert k times; equal scores go to the lower id.
+The product is exact in its factors: a bf16 gate is what it is, an fp32 one is cut into three bf16 numbers, 24 bits
+together, and the sums are fp32. For a window, `_scores` reads the gate once, a warp for 16 experts and a share of the
+columns; many rows use one library product. `_select` adds the parts of a score in a fixed order and picks the best
+expert k times; equal scores go to the lower id.
 """
 
 from __future__ import annotations
@@ -14,37 +14,42 @@ import triton.language as tl
 from torch import Tensor
 
 WINDOW = 16
-SHARE: int = 1024
+SHARE = 512
 """Columns of the gate for one program of a window."""
 
 
 @triton.jit
-def _scores(x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr):
-    """parts[share, t, e] = gate[e] . x[t] over the share's columns, for four experts."""
-    e = tl.program_id(0) * 4 + tl.arange(0, 4)
-    k = tl.program_id(1) * SHARE + tl.arange(0, SHARE)
-    w = tl.load(gate + e[:, None] * D + k[None, :], mask=(e < E)[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
-    sums = ()
-    for t in tl.static_range(R):
-        row = tl.load(x + t * D + k, mask=(t < T) & (k < D), other=0.0).to(tl.float32)
-        sums = sums + (tl.sum(tl.reshape(w * row[None, :], (4, SHARE // 8, 8)), 2),)
-    total = tl.reshape(tl.sum(_side_by_side(sums, R), 1), (4, R))
-    t = tl.arange(0, R)
-    tl.store(
-        parts + (tl.program_id(1) * T + t[None, :]) * E + e[:, None], total, mask=(t < T)[None, :] & (e < E)[:, None]
-    )
+def _cut(w):
+    """The upper eight bits of fp32 numbers as bf16, and what is left: 24 bits are three such cuts, none rounded."""
+    bits = w.to(tl.int32, bitcast=True)
+    upper = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return upper, w - (bits & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _side_by_side(parts, COUNT: tl.constexpr):
-    """COUNT equal tensors (a power of two) as one with a last dimension for each bit of their number, highest first."""
-    if COUNT == 1:
-        return parts[0]
-    else:
-        half = ()
-        for i in tl.static_range(COUNT // 2):
-            half = half + (tl.join(parts[i], parts[i + COUNT // 2]),)
-        return _side_by_side(half, COUNT // 2)
+def _scores(x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr):
+    """parts[share, t, e] = gate[e] . x[t] over the share's columns, for 16 experts; all loads are in flight at once."""
+    e = tl.program_id(0) * 16 + tl.arange(0, 16)
+    t = tl.arange(0, R)
+    k = tl.program_id(1) * SHARE + tl.arange(0, 128)
+    acc = tl.zeros((16, R), tl.float32)
+    for step in tl.static_range(SHARE // 128):
+        column = k + step * 128
+        w = tl.load(gate + e[:, None] * D + column[None, :], mask=(e < E)[:, None] & (column < D)[None, :], other=0.0)
+        b = tl.load(x + t[None, :] * D + column[:, None], mask=(t < T)[None, :] & (column < D)[:, None], other=0.0)
+        if x.dtype.element_ty == tl.float32:
+            acc = tl.dot(w.to(tl.float32), b, acc, input_precision="ieee")
+        elif gate.dtype.element_ty == tl.float32:
+            high, rest = _cut(w)
+            middle, rest = _cut(rest)
+            low, rest = _cut(rest)
+            acc = tl.dot(low, b, acc)
+            acc = tl.dot(middle, b, acc)
+            acc = tl.dot(high, b, acc)
+        else:
+            acc = tl.dot(w, b, acc)
+    to = parts + (tl.program_id(1) * T + t[None, :]) * E + e[:, None]
+    tl.store(to, acc, mask=(t < T)[None, :] & (e < E)[:, None])
 
 
 @triton.jit
@@ -103,7 +108,7 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, 
         P = triton.cdiv(D, SHARE)
         parts = torch.empty(P, T, E, dtype=torch.float32, device=x.device)
         R = 8 if T <= 8 else 16
-        _scores[(triton.cdiv(E, 4), P)](x, gate, parts, T, D, E, R, SHARE, num_warps=4)
+        _scores[(triton.cdiv(E, 16), P)](x, gate, parts, T, D, E, R, SHARE, num_warps=1)
         stride_p, stride_t = parts.stride(0), parts.stride(1)
     else:
         P, parts = _many(x, gate)
@@ -111,7 +116,7 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, 
     _select[(T,)](
         parts, bias, ids, weights, stride_p, stride_t, scale,
         E, top_k, P, renormalize, triton.next_power_of_2(E), max(2, triton.next_power_of_2(top_k)),
-        num_warps=1,
+        num_warps=4,
     )  # fmt: skip
     return ids, weights
 
