@@ -25,7 +25,7 @@ def command(
     from k3cli.config import load_settings
 
     printer = Printer(json=json)
-    report = open_store(load_settings()).repair(dry_run=dry_run)
+    report = open_store(load_settings(), mend=True).repair(dry_run=dry_run)
     for path in report.quarantined:
         printer.event("quarantined", path=path)
         printer.line(f"quarantine {path}")
@@ -38,15 +38,24 @@ def command(
         printer.line(f"session {entry.name}: {head}; checkpoints lost at {lost}; resumes from {entry.boundary:,}")
     for name in report.recovered:
         printer.event("recovered", name=name)
-        printer.line(f"session {name}: recovered from turns that no session reached any more")
+        how = "turns that no session reached any more" if name.startswith("recovered-") else "what its file still told"
+        printer.line(f"session {name}: recovered from {how}")
     for name in report.lost:
         printer.event("lost", name=name)
-        way = "" if name.startswith("?") else f"; k3 rm {name} forgets it, and until then k3 gc removes no object"
-        printer.line(f"session {name}: nothing readable is left{way}")
+        if name.startswith("?"):
+            printer.line(f"session file {name[1:]}...: whose it was can't be read; its turns are under recovered-ID")
+            continue
+        printer.line(
+            f"session {name}: nothing readable is left; k3 rm {name} forgets it, and until then k3 gc removes no object"
+        )
     for name, why in report.untouched:
         printer.event("untouched", name=name, why=why)
         printer.line(f"session {name}: left alone, for it could not be judged: {why}")
-    if not (report.quarantined or report.sessions or report.recovered or report.lost or report.untouched):
+    for path in report.written:
+        printer.event("written", path=path)
+        printer.line(f"{path}: written again")
+    found = (report.quarantined, report.sessions, report.recovered, report.lost, report.untouched, report.written)
+    if not any(found):
         printer.notice("nothing to repair")
     elif dry_run:
         printer.notice("nothing was changed (--dry-run)")
@@ -57,4 +66,5 @@ def command(
         recovered=len(report.recovered),
         lost=len(report.lost),
         untouched=len(report.untouched),
+        written=len(report.written),
     )

@@ -41,15 +41,15 @@ def store_config(settings: Settings) -> StoreConfig:
     return replace(config, thinning=replace(config.thinning, **_given(kept)))
 
 
-def open_store(settings: Settings) -> Store:
-    """The store under K3_HOME; a home made here is its owner's alone."""
+def open_store(settings: Settings, *, mend: bool = False) -> Store:
+    """The store under K3_HOME; a home made here is its owner's alone. mend: for `k3 repair`, see Store.open."""
     from k3_sessions.store import Store
 
     try:
         settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as problem:
         raise K3Error(f"{settings.home}: {problem.strerror}", "a folder k3 may make", "set K3_HOME to one") from None
-    return Store.open(settings.store_root, config=store_config(settings))
+    return Store.open(settings.store_root, config=store_config(settings), mend=mend)
 
 
 def require_session(store: Store, name: str) -> None:

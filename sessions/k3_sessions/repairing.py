@@ -6,23 +6,30 @@ user may not read.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import orjson
+
 from k3_sessions import upkeep
-from k3_sessions.blobs import path_of
+from k3_sessions.blobs import path_of, write_file
 from k3_sessions.catalog import check_name
 from k3_sessions.checking import Findings, inspect
 from k3_sessions.common import new_tree, now
-from k3_sessions.errors import StoreError, os_errors
+from k3_sessions.errors import BadName, StoreError, os_errors
 from k3_sessions.objects import Kind
 from k3_sessions.records import Kept, Ref, TurnRecord
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
+
+
+_NAME = re.compile(rb'"name":("[^"]*")')
+_HEAD = re.compile(rb'"head":"([0-9a-f]{64})"')
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,11 @@ class SessionRepair:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """quarantined: files set aside, by their old path. recovered: sessions rebuilt from turns no session reached any
-    more. lost: sessions of which nothing readable is left. untouched: sessions and refs that could not be judged, each
-    with the reason. All of it is only foretold when `dry_run`.
+    """quarantined: files set aside, by their old path. recovered: sessions rebuilt, from a ref that still told its name
+    and head, or from turns no session reached any more. lost: sessions of which nothing readable is left, and refs
+    ("?" and digits of the file's name) that no longer tell whose they were. untouched: sessions and refs that could
+    not be judged, each with the reason. written: files that hold no more than a constant, and were written again.
+    All of it is only foretold when `dry_run`.
     """
 
     dry_run: bool
@@ -55,6 +64,7 @@ class RepairReport:
     recovered: tuple[str, ...]
     lost: tuple[str, ...]
     untouched: tuple[tuple[str, str], ...] = ()
+    written: tuple[str, ...] = ()
 
 
 def repair(store: Store, *, dry_run: bool) -> RepairReport:
@@ -62,6 +72,8 @@ def repair(store: Store, *, dry_run: bool) -> RepairReport:
     with store.alone(), store.changing_refs():
         findings, refs, _ = inspect(store, None)
         broken = sorted(path for path in findings.wrong if path.startswith("refs/"))
+        mended = ("FORMAT",) if store.format_fault and not findings.unsure else ()
+        findings.wrong.update((path, store.format_fault) for path in mended)
         moved = sorted(path for path in findings.wrong if store.fs.info(path) is not None)
         untouched = {
             name: what for path, what in sorted(findings.unsure.items()) for name in sorted(findings.needs[path])
@@ -80,19 +92,41 @@ def repair(store: Store, *, dry_run: bool) -> RepairReport:
                 if not dry_run:
                     store.save_ref(after)
         fell = broken or lost or any(entry.lost_turns for entry in repaired)
-        found = _orphans(store, findings, survivors) if fell else []
+        named = {path: new for path in broken if (new := _named(store, findings, path)) is not None}
+        orphans = _orphans(store, findings, [*survivors, *named.values()]) if fell else []
         if not dry_run:
-            with os_errors("setting damaged files aside"):
-                for path in moved:
-                    store.fs.replace(path, f"quarantine/{path.replace('/', '-')}.{secrets.token_hex(4)}")
-                store.fs.sync_dir("quarantine")
-            for ref in found:
+            # A broken ref goes last: until what comes in its place is there, it keeps `gc` from taking its objects.
+            for ref in orphans:
                 store.save_ref(ref)
+            for path, ref in named.items():
+                _set_aside(store, path, copy=True)
+                store.save_ref(ref)
+            for path in sorted(set(moved) - set(named), key=lambda path: (path in broken, path)):
+                _set_aside(store, path)
+            if mended:
+                store.write_format()
             store.blobs.bad.clear()
             store.catalog.forget(upkeep.object_id(path) for path in moved)
-        names = tuple(ref.name for ref in found)
-        gone = (*lost, *(f"?{path[5:13]}" for path in broken))
-        return RepairReport(dry_run, tuple(moved), tuple(repaired), names, gone, tuple(untouched.items()))
+        return RepairReport(
+            dry_run=dry_run,
+            quarantined=tuple(moved),
+            sessions=tuple(repaired),
+            recovered=tuple(ref.name for ref in (*named.values(), *orphans)),
+            lost=(*lost, *(f"?{path[5:13]}" for path in broken if path not in named)),
+            untouched=tuple(untouched.items()),
+            written=mended,
+        )
+
+
+def _set_aside(store: Store, path: str, *, copy: bool = False) -> None:
+    """Move a file into quarantine, or copy it where another one takes its place at once."""
+    target = f"quarantine/{path.replace('/', '-')}.{secrets.token_hex(4)}"
+    with os_errors("setting damaged files aside"):
+        if copy:
+            write_file(store.fs, target, [store.fs.read(path)])
+        else:
+            store.fs.replace(path, target)
+        store.fs.sync_dir("quarantine")
 
 
 def _boundary_good(findings: Findings, turn: TurnRecord, path: Sequence[TurnRecord]) -> bool:
@@ -151,6 +185,35 @@ def _told(findings: Findings, ref: Ref, after: Ref) -> SessionRepair:
     )
 
 
+def _named(store: Store, findings: Findings, path: str) -> Ref | None:
+    """A new ref in place of a damaged one that still tells whose it was: its file's name proves the session's name."""
+    try:
+        data = store.fs.read(path, 0, 1 << 24) if store.fs.info(path) is not None else b""
+    except OSError:
+        return None
+    names = [name for found in _NAME.findall(data) if (name := _spelled(found)) and upkeep.file_id(name) == path[5:]]
+    heads = [turns for found in _HEAD.findall(data) if (turns := _readable(findings, found.decode())) is not None]
+    return _ref_at(store, findings, names[0], heads[0]) if names and heads else None
+
+
+def _spelled(name: bytes) -> str:
+    try:
+        return check_name(orjson.loads(name))
+    except (orjson.JSONDecodeError, BadName, TypeError):
+        return ""
+
+
+def _ref_at(store: Store, findings: Findings, name: str, turns: Sequence[TurnRecord]) -> Ref:
+    """A new ref whose head is the last of `turns`, with every joint boundary that is whole."""
+    keep = tuple(
+        Kept(turn.id, turn.position, turn.prefix)
+        for number, turn in enumerate(turns)
+        if turn.checkpoint and _all_there(store, findings, turns[: number + 1])
+    )
+    stamp = now()
+    return Ref(name, turns[0].root, new_tree(), stamp, stamp, turns[-1].id, keep)
+
+
 def _orphans(store: Store, findings: Findings, refs: Sequence[Ref]) -> list[Ref]:
     """New refs for the ends of branches no readable session reaches: what is left where a ref or a turn was lost."""
     reached: set[str] = set()
@@ -165,18 +228,8 @@ def _orphans(store: Store, findings: Findings, refs: Sequence[Ref]) -> list[Ref]
             if turns is not None:
                 found[key] = turns[-1]
     parents = {turn.parent for turn in found.values()}
-    made: list[Ref] = []
-    for key in sorted(set(found) - parents):
-        turns = findings.catalog.path(key)
-        keep = tuple(
-            Kept(turn.id, turn.position, turn.prefix)
-            for number, turn in enumerate(turns)
-            if turn.checkpoint and _all_there(store, findings, turns[: number + 1])
-        )
-        stamp = now()
-        name = check_name(f"recovered-{key[:12]}")
-        made.append(Ref(name, turns[0].root, new_tree(), stamp, stamp, key, keep))
-    return made
+    ends = sorted(set(found) - parents)
+    return [_ref_at(store, findings, f"recovered-{key[:12]}", findings.catalog.path(key)) for key in ends]
 
 
 def _is_turn(store: Store, path: str) -> bool:

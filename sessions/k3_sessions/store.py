@@ -49,14 +49,21 @@ class Store(Locks):
         self.workers = config.threads or min(16, os.cpu_count() or 1)
         self.postponed: list[TurnRecord] = []  # thinned, but another process was using the store
         self.swept = False  # whether leftovers of crashed processes were collected
+        self.format_fault = ""  # what is wrong with the FORMAT file of a store opened to be mended
         self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
     def open(
-        cls, root: str | os.PathLike[str], *, fs: FileSystem | None = None, config: StoreConfig | None = None
+        cls,
+        root: str | os.PathLike[str],
+        *,
+        fs: FileSystem | None = None,
+        config: StoreConfig | None = None,
+        mend: bool = False,
     ) -> Store:
         """Open the store at `root`, creating an empty one where there is nothing.
 
+        mend: also open one whose FORMAT file is damaged or gone, for `repair`, which then writes it again.
         Raises FormatUnsupported (another major version, or a folder with other things in it), NetworkFilesystem,
         StoreReadOnly, IOFailure.
         """
@@ -70,25 +77,37 @@ class Store(Locks):
                     "a local file system, because locks and renames must not depend on another machine",
                     "point K3_HOME at a local disk, or force it if nothing else will use the store",
                 )
-            cls._check_format(fs)
-        return cls(fs, config)
+            fault = cls._check_format(fs, mend)
+        store = cls(fs, config)
+        store.format_fault = fault
+        return store
 
-    @staticmethod
-    def _check_format(fs: FileSystem) -> None:
+    @classmethod
+    def _check_format(cls, fs: FileSystem, mend: bool) -> str:
+        """Make sure that `fs` holds a store, or make one; what is wrong with its FORMAT file, if `mend` allows that."""
         names = [name for name in fs.names("") if not name.startswith(TEMP_PREFIX)]
-        if "FORMAT" in names:
-            unseal(fs.read("FORMAT"), "store", "FORMAT")
+        fault = ""
+        if "FORMAT" not in names and mend and {"objects", "refs"} <= set(names) <= set(FOLDERS):
+            fault = "FORMAT is missing"
+        if "FORMAT" in names or fault:
+            try:
+                if not fault:
+                    unseal(fs.read("FORMAT"), "store", "FORMAT")
+            except Damaged as error:
+                if not mend:
+                    raise
+                fault = str(error)
             if lacking := " and ".join(sorted({"objects", "refs"} - set(names))):
                 raise Damaged(f"{fs.where} has no folder {lacking}", "a whole store", "copy it again", object=lacking)
             for folder in sorted({"locks", "quarantine"} - set(names)):
                 fs.make_dir(folder)  # empty ones hold nothing, and some tools that copy folders leave them out
-            return
+            return fault
         foreign = sorted(set(names) - set(FOLDERS))
         if foreign or any(fs.names(name) for name in names if name != "locks"):
             raise FormatUnsupported(
                 f"{fs.where} has no FORMAT file but holds {', '.join(foreign or names)[:80]}",
                 "a session store or an empty folder",
-                "choose another folder",
+                "choose another folder" if foreign else "run `k3 repair` if this was a store",
             )
         # FORMAT is written last: until it is there, the folder counts as empty.
         for folder in FOLDERS:
@@ -99,12 +118,23 @@ class Store(Locks):
         try:
             # The folders must be on disk first: a FORMAT without them would be a store that cannot be written.
             fs.sync_dir("")
-            write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
-            fs.sync_dir("")
+            cls._write_format(fs)
         finally:
             for lock in held:
                 if lock is not None:
                     fs.unlock(lock)
+        return ""
+
+    @staticmethod
+    def _write_format(fs: FileSystem) -> None:
+        write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
+        fs.sync_dir("")
+
+    def write_format(self) -> None:
+        """Write the FORMAT file of a store that was opened to be mended."""
+        with os_errors("writing FORMAT"):
+            self._write_format(self.fs)
+        self.format_fault = ""
 
     def pool(self) -> ThreadPoolExecutor:
         """Workers for encoding, hashing and disk; a few more than cores, since some wait for the disk."""

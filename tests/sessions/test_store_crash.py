@@ -8,6 +8,8 @@ import random
 
 import pytest
 from k3_sessions import Store
+from k3_sessions.blobs import path_of
+from k3_sessions.catalog import file_id
 from k3_sessions.upkeep import files, object_id
 
 from tests.sessions.sim_fs import Crash, SimFS
@@ -143,6 +145,67 @@ def test_power_off_at_every_call(base, name):
             break
         crashed += 1
     assert crashed >= 2
+
+
+@pytest.fixture(scope="module")
+def ill():
+    """A store in which `a` has lost its last turn, `b` a checkpoint, and the refs of `c` and `d` are garbled."""
+    fs = SimFS()
+    store = Store.open("memory", fs=fs, config=CONFIG)
+    logs = {}
+    for seed, name in enumerate("abcd"):
+        _, turns = grow(store, name, [30, 20, 10], seed=seed)
+        logs[name] = [turn.id for turn in turns]
+    checkpoint = store.catalog.turn(logs["b"][2]).checkpoint[0].id
+    refs = {name: f"refs/{file_id(name)}" for name in "cd"}
+    store.close()
+    for path, change in (
+        (path_of(logs["a"][2]), lambda data: b"x" + data[1:]),
+        (path_of(checkpoint), lambda data: data[:-1]),
+        (refs["c"], lambda data: data.replace(b'"pinned":false', b'"pinned":fa1se')),
+        (refs["d"], lambda data: data[:50]),
+        ("FORMAT", lambda data: data[:-3]),
+    ):
+        folder, _, name = path.rpartition("/")
+        file = fs._folder(folder).entries[name]
+        file.data = bytearray(change(bytes(file.data)))
+        file.synced = bytes(file.data)
+    return pickle.dumps(fs.root), logs
+
+
+def test_power_off_during_a_repair(ill):
+    """Wherever it stops, nothing that a whole repair saves is lost, `gc` in between included."""
+    rng = random.Random("repair")
+    logs = ill[1]
+    for number in range(1000):
+        for _ in range(ROUNDS):
+            fs = SimFS(root=pickle.loads(ill[0]))
+            store = Store.open("memory", fs=fs, config=CONFIG, mend=True)
+            start = len(fs.calls)
+
+            def fault(name: str, path: str, at: int, limit: int = start + number) -> None:
+                if at >= limit:
+                    raise Crash
+
+            fs.fault = fault
+            try:
+                store.repair()
+                finished = True
+            except Crash:
+                finished = False
+            finally:
+                store.close()
+            store = Store.open("memory", fs=fs.after_crash(rng), config=CONFIG, mend=True)
+            store.gc()
+            store.repair()
+            assert store.verify().problems == ()
+            found = {session.name: [turn.id for turn in store.log(session.name)] for session in store.sessions()}
+            assert found.pop(f"recovered-{logs['d'][2][:12]}") == logs["d"]
+            assert found == {"a": logs["a"][:2], "b": logs["b"], "c": logs["c"]}
+            store.close()
+        if finished:
+            return
+    pytest.fail("the repair never ended")
 
 
 def test_power_off_while_the_first_store_is_made():

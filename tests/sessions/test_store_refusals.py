@@ -249,17 +249,53 @@ def test_repair_of_a_lost_turn_goes_back_to_the_newest_readable_one(copy):
     assert [t.id for t in fresh.log("a")] == [t.id for t in turns[:2]]
 
 
-def test_repair_rebuilds_a_session_whose_ref_is_unreadable(copy):
+@pytest.mark.parametrize("cut", [40, None])
+def test_repair_rebuilds_a_session_whose_ref_is_unreadable(copy, cut):
+    """Under its own name if the file still tells it: the name of the file proves that. Else under that of its head."""
     store, root, tokens, turns = copy
     ref = next((root / "refs").iterdir())
-    ref.write_bytes(ref.read_bytes()[:40])
-    done = store.repair()
+    data = ref.read_bytes()
+    ref.write_bytes(data[:cut] if cut else data.replace(b'"pinned":false', b'"pinned":fa1se'))
+    foretold, done = store.repair(dry_run=True), store.repair()
+    assert dataclasses.replace(foretold, dry_run=False) == done
     assert [s.error for s in store.sessions()] == [""]
     (name,) = done.recovered
+    assert name == ("a" if cut is None else f"recovered-{turns[-1].id[:12]}")
+    assert len(done.lost) == (cut is not None)
     assert store.session(name).head == turns[-1].id
     check(restore(store, turns[-1]), tokens)
     store.gc()
-    check(restore(store, turns[-1]), tokens)
+    for turn in turns:
+        check(restore(store, turn), tokens)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "missing"])
+def test_repair_writes_a_damaged_format_file_again(copy, how):
+    _, root, tokens, turns = copy
+    file = root / "FORMAT"
+    good = file.read_bytes()
+    bad = {"flip": good.replace(b"store", b"stare"), "cut": good[:-9], "empty": b"", "missing": b""}[how]
+    file.write_bytes(bad)
+    if how == "missing":
+        file.unlink()
+    with pytest.raises((Damaged, FormatUnsupported), match="k3 repair"):
+        Store.open(root, config=CONFIG)
+    foretold = Store.open(root, config=CONFIG, mend=True).repair(dry_run=True)
+    assert not file.exists() if how == "missing" else file.read_bytes() == bad
+    done = Store.open(root, config=CONFIG, mend=True).repair()
+    assert dataclasses.replace(foretold, dry_run=False) == done
+    assert (done.written, done.quarantined) == (("FORMAT",), () if how == "missing" else ("FORMAT",))
+    assert file.read_bytes() == good
+    fresh = Store.open(root, config=CONFIG)
+    check(restore(fresh, turns[-1]), tokens)
+    assert fresh.repair().written == ()
+
+
+def test_a_format_file_of_another_major_is_not_mended(copy):
+    _, root, _, _ = copy
+    (root / "FORMAT").write_bytes(b'{"k3":"store","version":"2.0"}\n')
+    with pytest.raises(FormatUnsupported, match=r"2\.0"):
+        Store.open(root, config=CONFIG, mend=True)
 
 
 def test_one_broken_session_hides_no_other(copy):
