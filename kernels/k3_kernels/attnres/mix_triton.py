@@ -105,8 +105,11 @@ def _gram(
     D: tl.constexpr,
     CHUNK: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """grams[t, chunk] [16, 16]: products of sources over a chunk, and in column 15 those with the query."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1)
     column = c * CHUNK + tl.arange(0, CHUNK)
@@ -142,14 +145,17 @@ def _apply(
     D: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     row = tl.arange(0, 16)
     inside = column < D
+    w = tl.load(weight + column, mask=inside, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     at = sources + row[:, None].to(tl.int64) * stride_m + t * stride_t + column[None, :]
     x = tl.load(at, mask=(row < M)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0.0)
     gram = tl.zeros((16, 16), tl.float32)
     for c in tl.static_range(CHUNKS):
         gram += tl.load(grams + (t * CHUNKS + c) * 256 + row[:, None] * 16 + row[None, :])
@@ -175,20 +181,22 @@ def mix_norm(
     few: int = FEW,
     chunk: int = CHUNK,
     warps: int = 16,
+    early: bool = False,
 ) -> Tensor:
     """The kernel's form of `k3_kernels.attnres.mix_norm`, without the norm when there is no weight."""
     M, T, D = sources.shape
+    early = early and sources.is_cuda
     out = torch.empty(T, D, dtype=sources.dtype, device=sources.device)
     if 0 < T <= few and M < 16 and weight is not None:
         chunks = triton.cdiv(D, chunk)
         grams = torch.empty(T, chunks, 16, 16, dtype=torch.float32, device=sources.device)
         _gram[(T, chunks)](
             sources, sources.stride(0), sources.stride(1), query, out if add is None else add, grams,
-            M, D, chunk, add is not None, num_warps=4,
+            M, D, chunk, add is not None, early, num_warps=4,
         )  # fmt: skip
         _apply[(T, chunks)](
             sources, sources.stride(0), sources.stride(1), grams, weight, out, mix_eps, norm_eps,
-            M, D, chunks, chunk, num_warps=4,
+            M, D, chunks, chunk, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     elif T:
         BD = max(8, triton.next_power_of_2(D))

@@ -27,8 +27,12 @@ def _cut(w):
 
 
 @triton.jit
-def _scores(x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr):
+def _scores(
+    x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr
+):
     """parts[share, t, e] = gate[e] . x[t] over the share's columns, for 16 experts; all loads are in flight at once."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     e = tl.program_id(0) * 16 + tl.arange(0, 16)
     t = tl.arange(0, R)
     k = tl.program_id(1) * SHARE + tl.arange(0, 128)
@@ -75,7 +79,10 @@ def _select(
     RENORMALIZE: tl.constexpr,
     BE: tl.constexpr,
     BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BE)
     at = parts + t * stride_t
@@ -96,10 +103,13 @@ def _select(
     tl.store(weights + t * K + j, weight * scale, mask=j < K)
 
 
-def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, scale: float) -> tuple[Tensor, Tensor]:
+def route(
+    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, scale: float, *, early: bool = False
+) -> tuple[Tensor, Tensor]:
     """The kernels' form of `k3_kernels.moe.route` without groups; x, gate and bias contiguous."""
     T, D = x.shape
     E = gate.shape[0]
+    early = early and x.is_cuda and T <= WINDOW
     ids = torch.empty(T, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(T, top_k, dtype=torch.float32, device=x.device)
     if T == 0:
@@ -108,15 +118,15 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, 
         P = triton.cdiv(D, SHARE)
         parts = torch.empty(P, T, E, dtype=torch.float32, device=x.device)
         R = 8 if T <= 8 else 16
-        _scores[(triton.cdiv(E, 16), P)](x, gate, parts, T, D, E, R, SHARE, num_warps=1)
+        _scores[(triton.cdiv(E, 16), P)](x, gate, parts, T, D, E, R, SHARE, early, num_warps=1)
         stride_p, stride_t = parts.stride(0), parts.stride(1)
     else:
         P, parts = _many(x, gate)
         stride_p, stride_t = E, parts.stride(0)
     _select[(T,)](
         parts, bias, ids, weights, stride_p, stride_t, scale,
-        E, top_k, P, renormalize, triton.next_power_of_2(E), max(2, triton.next_power_of_2(top_k)),
-        num_warps=4,
+        E, top_k, P, renormalize, triton.next_power_of_2(E), max(2, triton.next_power_of_2(top_k)), early,
+        num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return ids, weights
 
