@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 
 import k3cli
-from k3cli.engine.timeline import PREFILL_CHUNK
 from k3cli.model.network import DEFAULT_WINDOW, K3Model
 from k3cli.model.state import State
 from k3cli.model.weights import load_model
@@ -98,13 +97,14 @@ def decode_token(model: K3Model, ids: torch.Tensor, state: State) -> None:
 
 def depths(model: K3Model, wanted: list[int], repeats: int) -> None:
     """Prefill of one chunk and decode of one token behind each depth; the state is taken there once."""
-    ids = torch.randint(0, model.config.vocab, (PREFILL_CHUNK,), generator=torch.Generator().manual_seed(0))
+    size = model.prefill_chunk
+    ids = torch.randint(0, model.config.vocab, (size,), generator=torch.Generator().manual_seed(0))
     state = model.new_state()
     for depth in sorted(wanted):
         while state.position < depth:
             model.prefill(ids[: depth - state.position], state, logits="none")
         chunk = partial(prefill_chunk, model, ids, state)
-        line(f"prefill {PREFILL_CHUNK} behind {depth}", timed(chunk, repeats), PREFILL_CHUNK)
+        line(f"prefill {size} behind {depth}", timed(chunk, repeats), size)
         line(f"decode behind {depth}", timed(partial(decode_token, model, ids, state.fork()), 4 * repeats), 1)
 
 

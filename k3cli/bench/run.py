@@ -18,19 +18,17 @@ from k3cli.bench.shares import derive, shares
 from k3cli.bench.slice import random_model, slice_config
 from k3cli.bench.stored import save_and_restore
 from k3cli.config import K3_SHAPE, Settings
-from k3cli.engine.timeline import PREFILL_CHUNK
 from k3cli.errors import FitError, UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.hub import resolve_model
 from k3cli.model.network import DEFAULT_WINDOW, K3Model
-from k3cli.model.placement import available_memory, choose_device, choose_dtype
+from k3cli.model.placement import available_memory, choose_device, choose_dtype, prefill_chunk
 from k3cli.model.pool import Geometry, granules_for
 from k3cli.model.sizing import weigh, workspace
 from k3cli.model.weights import load_model
 
 RUNGS = (0, 4 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)
 WINDOWS = (1, 2, 4, 8)
-GPU_PROMPT = 8192
 GPU_DEPTH, CPU_DEPTH = 32 << 10, 4 << 10
 """Deepest rung when none was asked for."""
 
@@ -99,13 +97,14 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     place, _ = choose_device(settings.device)
     kind = choose_dtype(settings.dtype, place, config)[0]
     cuda = place.type == "cuda"
-    tokens = ask.prompt or (GPU_PROMPT if cuda else PREFILL_CHUNK)
+    chunk = prefill_chunk(sum(entry.loaded for entry in weigh(config, kind)), place.type)
+    tokens = ask.prompt or chunk
     window = settings.window or DEFAULT_WINDOW
     plan = Plan(
         depths=rungs(ask, config, cuda),
         prompt=tokens,
         windows=tuple(n for n in WINDOWS if n <= window),
-        chunk=PREFILL_CHUNK,
+        chunk=chunk,
         cold=ask.cold,
     )
     room = max(tokens, max(plan.windows) * (plan.steps + 3))
@@ -177,7 +176,7 @@ def planned_peak(
             f"the weights take {weights / 1e9:.1f} GB on {place}, {told} are free", "room", "a lower --slice"
         )
     geometry = Geometry.of(config, 512, kind)
-    pool = granules_for(config, geometry, None if free is None else free - weights, kind) * geometry.granule
+    pool = granules_for(config, geometry, None if free is None else free - weights, kind, chunk) * geometry.granule
     need = weights + pool + workspace(config, kind, chunk)
     tell(f"plan: weights {weights / 1e9:.2f} GB, state pool {pool / 1e9:.2f} GB, peak {need / 1e9:.2f} of {told} free")
     return need

@@ -172,6 +172,7 @@ def fit(
     config: ModelConfig, dtype: torch.dtype, weights: int, layout: StateLayout, free: int | None, device: str
 ) -> Iterator[Check]:
     """Weights, the fixed and the growing state, and what of it the device's free memory holds. Bytes; tokens."""
+    from k3cli.model.placement import prefill_chunk
     from k3cli.model.pool import Geometry, granules_for, room
 
     (fixed, row), limit = state_bytes(layout), config.context_limit
@@ -185,7 +186,9 @@ def fit(
         return
     geometry = Geometry.of(config, layout.hash_block, dtype)
     try:
-        granules = granules_for(config, geometry, free - weights, dtype)
+        granules = granules_for(
+            config, geometry, free - weights, dtype, prefill_chunk(weights, device.partition(":")[0])
+        )
     except FitError as problem:
         yield Check(
             "fit", "room", f"does not fit: {problem.found}", f"{human_bytes(free)} free on {device}", Exit.NO_FIT

@@ -247,12 +247,13 @@ def _show_contexts(
 
 def _room(config: ModelConfig, kind: torch.dtype, there: Machine) -> int:
     """Bytes of the fullest device left for sessions; negative when the weights alone don't fit."""
-    from k3cli.engine.timeline import PREFILL_CHUNK
+    from k3cli.model.placement import prefill_chunk
     from k3cli.model.sizing import weigh, workspace
 
     parts = weigh(config, kind, there.count)
     weights = max(sum(entry.ranks[rank] for entry in parts) for rank in range(there.count))
-    return there.usable - weights - workspace(config, kind, PREFILL_CHUNK, there.count)
+    chunk = prefill_chunk(sum(entry.loaded for entry in parts), "cpu" if there.device == "CPU" else "cuda")
+    return there.usable - weights - workspace(config, kind, chunk, there.count)
 
 
 def _shortage(config: ModelConfig, kind: torch.dtype, there: Machine, demand: Demand) -> str | None:

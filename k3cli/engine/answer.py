@@ -12,7 +12,7 @@ from k3cli.chat import events as chat
 from k3cli.chat.messages import check_messages, content_parts
 from k3cli.engine import events as ev
 from k3cli.engine.record import VERSION
-from k3cli.engine.timeline import PREFILL_CHUNK, Cancel, Snapshot, Timeline
+from k3cli.engine.timeline import Cancel, Snapshot, Timeline
 from k3cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -158,12 +158,16 @@ class Answer:
         timeline.extend(new)
         self.begun = True
         began = time.perf_counter()
-        for done in timeline.prefill(cancel):
-            self._prefilled = done
-            if timeline.position == self._keep_at:
-                self.kept = timeline.snapshot()
-            if total > PREFILL_CHUNK:
-                yield ev.Progress("prefill", done, total)
+        first = timeline.position
+        # A boundary that others are to begin from is the end of a chunk.
+        stops = [self._keep_at] if first < self._keep_at < first + total else []
+        for stop in (*stops, first + total):
+            for _ in timeline.prefill_to(stop, cancel):
+                self._prefilled = timeline.position - first
+                if timeline.position == self._keep_at:
+                    self.kept = timeline.snapshot()
+                if total > timeline.model.prefill_chunk:
+                    yield ev.Progress("prefill", self._prefilled, total)
         self._seconds["prefill"] = time.perf_counter() - began
         if timeline.pending:
             self.finish("cancelled")

@@ -14,7 +14,7 @@ import k3cli
 from k3cli.engine.drafting.choose import OFF, Choice, draft_folder, drafter_maker
 from k3cli.engine.drafting.policy import Costs
 from k3cli.engine.drafting.speculator import Speculator
-from k3cli.engine.timeline import PREFILL_CHUNK, Timeline
+from k3cli.engine.timeline import Timeline
 from k3cli.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Engine:
             },
             {
                 "what": "prefill chunk",
-                "choice": f"{PREFILL_CHUNK} tokens",
+                "choice": f"{self.model.prefill_chunk} tokens",
                 "reason": "chunks end at multiples of the absolute position, so that equal prompts take equal paths",
             },
             {

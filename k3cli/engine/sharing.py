@@ -11,7 +11,7 @@ from k3_sessions.errors import Damaged, SessionChanged
 from k3cli.engine.events import Notice
 from k3cli.engine.record import recorded_schedule, runtime_change
 from k3cli.engine.schedule import Schedule
-from k3cli.engine.timeline import PREFILL_CHUNK, Timeline
+from k3cli.engine.timeline import Timeline
 
 if TYPE_CHECKING:
     from k3_sessions.types import RestorePlan
@@ -53,7 +53,7 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
         "shared-prefix", f"the first {plan.boundary} tokens are known from another session: their state is reused"
     )
     keep_at = plan.matched if plan.matched > plan.boundary else 0
-    known = engine.known_timeline(ids[: plan.boundary]) if canonical(steps) else None
+    known = engine.known_timeline(ids[: plan.boundary]) if canonical(steps, engine.model.prefill_chunk) else None
     if known is not None and known.position == plan.boundary:
         known.schedule = steps
         return SharedStart(known, plan, keep_at, (found,))
@@ -66,12 +66,12 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
             "evaluating them",
         )
         return SharedStart(engine.timeline(), None, 0, (lost,))
-    here = canonical(steps) and not runtime_change(store.turn(plan.turn), engine)
+    here = canonical(steps, engine.model.prefill_chunk) and not runtime_change(store.turn(plan.turn), engine)
     timeline = engine.restored_timeline(restored, ids[: plan.boundary], share=here)
     timeline.schedule = steps
     return SharedStart(timeline, plan, keep_at, (found,))
 
 
-def canonical(steps: Schedule) -> bool:
+def canonical(steps: Schedule, chunk: int) -> bool:
     """Whether these steps are the ones that this process would take for the same tokens, whole chunks from 0 on."""
-    return steps.start == 0 and all(step == ("prefill", PREFILL_CHUNK) for step in steps)
+    return steps.start == 0 and all(step == ("prefill", chunk) for step in steps)

@@ -31,6 +31,9 @@ class ModelLike(Protocol):
     @property
     def window(self) -> int: ...
 
+    @property
+    def prefill_chunk(self) -> int: ...
+
     def prefill(
         self, ids: Tensor, state: Any, *, logits: str = "last", taps: list[Tensor] | None = None
     ) -> Tensor | None: ...

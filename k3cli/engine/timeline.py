@@ -25,9 +25,6 @@ from k3cli.engine.snapshot import Snapshot as Snapshot
 from k3cli.engine.window import Window
 from k3cli.errors import ContextError, K3Error
 
-PREFILL_CHUNK = 512
-"""Prefill chunks end at multiples of this many absolute positions, so that equal tokens take equal paths."""
-
 Cancel = Callable[[], bool]
 """Asked between steps; True ends the work there."""
 
@@ -101,7 +98,7 @@ class Timeline:
     def prefill(self, cancel: Cancel = never) -> Iterator[int]:
         """Evaluate every pending token, chunk by chunk; yields how many are evaluated so far.
 
-        Chunks end at multiples of PREFILL_CHUNK of the absolute position, and at the last token.
+        Chunks end at multiples of the model's prefill_chunk of the absolute position, and at the last token.
         """
         return self.prefill_to(len(self.tokens), cancel)
 
@@ -111,7 +108,7 @@ class Timeline:
         first = self.position
         self._state.reserve(max(stop - first, 0))
         while self.position < stop and not cancel():
-            end = (self.position // PREFILL_CHUNK + 1) * PREFILL_CHUNK
+            end = self._chunk_end()
             self._prefill_chunk(min(end, stop) - self.position, "last")
             yield self.position - first
 
@@ -189,7 +186,7 @@ class Timeline:
         """
         self._usable()
         while self.position < len(self.tokens) and not cancel():
-            end = (self.position // PREFILL_CHUNK + 1) * PREFILL_CHUNK
+            end = self._chunk_end()
             first = self.position
             yield first + 1, self._prefill_chunk(min(end, len(self.tokens)) - first, "all")
 
@@ -264,6 +261,11 @@ class Timeline:
         self.model.commit(self._state, window.log, window.used)
         self._torn, self._window = "", None
         window.account(self.tokens, time.perf_counter() - began, self.decoding, self.speculator)
+
+    def _chunk_end(self) -> int:
+        """Where the chunk that begins at `position` ends at the latest: equal tokens take equal paths."""
+        size = self.model.prefill_chunk
+        return (self.position // size + 1) * size
 
     def _prefill_chunk(self, n: int, rows: str) -> Tensor:
         first = self.position

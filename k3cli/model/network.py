@@ -26,6 +26,7 @@ from k3cli.model.blocks import KdaWeights, MlaWeights, MlpWeights, MoeWeights, W
 from k3cli.model.choices import eager_reason, kernel_choices
 from k3cli.model.config import ModelConfig
 from k3cli.model.passes import Chunk, Pass, stacked
+from k3cli.model.placement import prefill_chunk
 from k3cli.model.pool import Pool
 from k3cli.model.state import State, state_layout
 from k3cli.model.step import Stepper, WindowLog
@@ -39,8 +40,9 @@ products costs more than it saves, and much more when other programs use the cor
 class K3Model:
     """A loaded network on one device. What a sequence needs is in its `State`; all states of a model share one pool.
 
-    tap_layers: 0-based layers, ascending, behind which the residual stream is handed out with every evaluated token; to
-    be set before the first step.
+    prefill_chunk: tokens of the chunks a prompt is best cut into, at multiples of it. tap_layers: 0-based layers,
+    ascending, behind which the residual stream is handed out with every evaluated token; to be set before the first
+    step.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class K3Model:
         self.tap_layers: tuple[int, ...] = ()
         self.act: Activation = Swiglu() if config.situ is None else Situ(*config.situ)
         self._layout = state_layout(config, dtype)
-        small = sum(sink.nbytes for sink in weights.sinks().values()) < SERIAL_WEIGHTS
-        self._serial = device.type == "cpu" and small
+        size = sum(sink.nbytes for sink in weights.sinks().values())
+        self._serial = device.type == "cpu" and size < SERIAL_WEIGHTS
+        self.prefill_chunk = prefill_chunk(size, device.type)
         self._scale = (config.mla.nope_dim + config.mla.pe_dim) ** -0.5
         # Layers counted by kind.
         kinds = (config.kda_layers, config.mla_layers)
@@ -75,7 +78,7 @@ class K3Model:
     @cached_property
     def pool(self) -> Pool:
         """Where the states of this model live, made with the first of them. Raises FitError."""
-        return Pool(self.config, self._layout.hash_block, self.device, self.dtype)
+        return Pool(self.config, self._layout.hash_block, self.device, self.dtype, chunk=self.prefill_chunk)
 
     @cached_property
     def kernels(self) -> str:
@@ -96,12 +99,12 @@ class K3Model:
 
     def new_state(self) -> State:
         """An empty state at position 0. Raises FitError when the pool has no room for it."""
-        return State(self.config, self._layout, self.pool, self._steps.settle)
+        return State(self.config, self._layout, self.pool, self._steps.settle, self.prefill_chunk)
 
     def known_prefix(self, ids: Tensor) -> State | None:
         """A state behind the longest prefix of ids, int64 [T], that this process has evaluated and still has.
 
-        Its position is a multiple of the hash block, and its bits are those of prefilling these tokens block by block.
+        Its position is a multiple of the hash block, and its bits are those of prefilling these tokens in whole chunks.
         None when nothing is known.
         """
         state = self.new_state()

@@ -14,6 +14,12 @@ from k3cli.model.config import ModelConfig
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 
 
+SHORT_CHUNK, LONG_CHUNK = 512, 8192
+"""Chunk sizes, multiples of the page."""
+LARGE_WEIGHTS = 4 << 30
+"""Bytes from which on a model counts as large."""
+
+
 def choose_device(name: str | torch.device = "auto") -> tuple[torch.device, str]:
     """(device, reason) for auto | cpu | cuda[:N]. UsageError for other names, FitError when the device is absent."""
     text = str(name)
@@ -56,6 +62,15 @@ def choose_dtype(name: str | torch.dtype, device: torch.device, config: ModelCon
         fast, what = fast_bf16_cpu()
         return (dtype, f"asked for; this CPU has {what}") if fast else (torch.float32, f"this CPU has {what}")
     return dtype, "asked for"
+
+
+def prefill_chunk(weights: int, device: str) -> int:
+    """Tokens of a prefill chunk for a model of so many bytes on a device type ("cpu", "cuda").
+
+    Every chunk reads all weights, and most experts: on a GPU a large model wants many tokens for that. A CPU computes
+    for long on any chunk, and a cancel waits for its end.
+    """
+    return LONG_CHUNK if device == "cuda" and weights >= LARGE_WEIGHTS else SHORT_CHUNK
 
 
 def weights_memory(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -58,17 +58,19 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def granules_for(config: ModelConfig, geometry: Geometry, free: int | None, dtype: torch.dtype) -> int:
+def granules_for(
+    config: ModelConfig, geometry: Geometry, free: int | None, dtype: torch.dtype, chunk: int | None = None
+) -> int:
     """Granules of a pool in `free` bytes (None: unknown, no bound), for CONTEXTS contexts and SLOTS states.
 
-    A tenth of the free memory and the work space of a prefill stay outside. Raises FitError when not even one state,
-    its spare and one page fit.
+    A tenth of the free memory and the work space of a prefill of `chunk` tokens (a page's, when None) stay outside.
+    Raises FitError when not even one state, its spare and one page fit.
     """
     per_context = -(-config.context_limit // geometry.rows) + 1
     wanted = CONTEXTS * per_context + SLOTS * geometry.run
     if free is None:
         return wanted
-    room = free - free // 10 - workspace(config, dtype, geometry.rows)
+    room = free - free // 10 - workspace(config, dtype, chunk or geometry.rows)
     fits = min(wanted, max(room, 0) // geometry.granule)
     least = 2 * geometry.run + 1
     if fits < least:
@@ -98,12 +100,18 @@ class Pool:
     """The arena, its reference counts and its prefix index. One thread allocates; any thread may `drop`."""
 
     def __init__(
-        self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype, granules: int | None = None
+        self,
+        config: ModelConfig,
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        granules: int | None = None,
+        chunk: int | None = None,
     ) -> None:
-        """rows: positions of a page. granules: size; None: what fits. Raises FitError."""
+        """rows: positions of a page. granules: size; None: what fits beside chunks of `chunk` tokens, or FitError."""
         self.geometry = geometry = Geometry.of(config, rows, dtype)
         if granules is None:
-            granules = granules_for(config, geometry, available_memory(device), dtype)
+            granules = granules_for(config, geometry, available_memory(device), dtype, chunk)
         self.granules = granules
         try:
             self.arena = torch.empty(granules * geometry.granule, dtype=torch.uint8, device=device)

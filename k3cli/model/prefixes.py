@@ -1,9 +1,9 @@
 """What of the pool can serve a new sequence that begins with known tokens.
 
-A block is 512 tokens; its key is a hash of the key before it and its own ids. Only blocks that were evaluated as one
-prefill chunk each, from position 0 on, are entered: their bits are a function of the tokens alone, so that it makes no
-difference whose page is used. An entry is a page of all MLA layers, and perhaps the KDA state of all layers behind it:
-a lookup takes the longest chain of pages, then goes back to the last KDA state on it.
+A block is 512 tokens; its key is a hash of the key before it and its own ids. Only blocks that were evaluated in whole
+prefill chunks from position 0 on are entered, with KDA states at ends of chunks: their bits are a function of the
+tokens alone, so that it makes no difference whose page is used. An entry is a page of all MLA layers, and perhaps the
+KDA state of all layers behind it: a lookup takes the longest chain of pages, then back to the last KDA state on it.
 
 A visible entry always describes exactly the tokens it claims: it is matched only once the device has written it, its
 page is full and never written again, and an entry goes together with all that follow it.

@@ -42,8 +42,19 @@ class State:
     copied before it is written. Rows at and behind `position` are scratch and invisible.
     """
 
-    def __init__(self, config: ModelConfig, layout: StateLayout, pool: Pool, settle: Callable[[State], None]) -> None:
-        """An empty state. settle: brings the KDA state of a state with `accepted` rows up to its position."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: StateLayout,
+        pool: Pool,
+        settle: Callable[[State], None],
+        chunk: int | None = None,
+    ) -> None:
+        """An empty state. settle: brings the KDA state of a state with `accepted` rows up to its position.
+
+        chunk: tokens of a whole prefill chunk, a multiple of the page (None: one page).
+        """
+        self.chunk = chunk or layout.hash_block
         self.config = config
         self.layout = layout
         self.page = layout.hash_block
@@ -57,7 +68,7 @@ class State:
         self.version = 0
         """Changes whenever the list of pages does."""
         self.chain: list[bytes] = []
-        """Keys of the blocks evaluated as one chunk each from position 0 on."""
+        """Keys of the blocks evaluated in whole chunks from position 0 on."""
         self._settle = settle
         self._held = Holding()
         self._owner = weakref.finalize(self, pool.drop, self._held)
@@ -88,6 +99,7 @@ class State:
         self.settle()
         twin = object.__new__(State)
         twin.config, twin.layout, twin.page, twin.pool = self.config, self.layout, self.page, self.pool
+        twin.chunk = self.chunk
         twin.position, twin.accepted, twin.torn, twin.version = self.position, 0, False, 0
         twin.chain = self.chain.copy()
         twin._settle = self._settle
@@ -133,13 +145,13 @@ class State:
         start = self.position
         self.replace_slot(slot)
         self.position += ids.numel()
-        if ids.numel() == self.page and start == len(self.chain) * self.page:
+        if ids.numel() == self.chunk and start == len(self.chain) * self.page:
             self.publish(ids)
 
     def publish(self, ids: Tensor) -> None:
         """Makes the last blocks in front of `position`, all of ids, known to others, with the KDA state behind them.
 
-        Only for states that are to the bit what prefilling every block by itself gives.
+        Only for states that are to the bit what prefilling in whole chunks gives.
         """
         assert self.position == len(self.chain) * self.page + ids.numel()
         written = None
@@ -159,7 +171,7 @@ class State:
     def begin_with(self, ids: Tensor) -> bool:
         """Goes from position 0 to the end of the longest known prefix of ids, int64 [T]; False when there is none.
 
-        Its bits are those of prefilling these tokens block by block.
+        Its bits are those of prefilling these tokens in whole chunks.
         """
         assert self.position == 0
         key, keys = ROOT, []

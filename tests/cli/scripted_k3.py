@@ -66,6 +66,7 @@ class ScriptedState:
 
 class ScriptedModel:
     window = 4
+    prefill_chunk = 512
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer

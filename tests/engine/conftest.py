@@ -81,6 +81,7 @@ class FakeModel:
     def __init__(self, window: int = 4, seed: int = 0) -> None:
         maker = torch.Generator().manual_seed(seed)
         self.window = window
+        self.prefill_chunk = 512
         self.embed = torch.randn(VOCAB, WIDTH, generator=maker)
         self.out = torch.randn(2 * WIDTH, VOCAB, generator=maker)
         self.calls: list[tuple[str, int]] = []

@@ -6,7 +6,7 @@ import pytest
 
 from k3cli.engine.sampling import Sampling, draw
 from k3cli.engine.schedule import Schedule
-from k3cli.engine.timeline import PREFILL_CHUNK, Timeline, room_for_answer
+from k3cli.engine.timeline import Timeline, room_for_answer
 from k3cli.errors import ContextError, DamagedError, K3Error
 
 GREEDY = Sampling(temperature=0, seed=0)
@@ -25,7 +25,7 @@ def test_prefill_chunks_end_at_multiples_of_absolute_positions(fake_timeline, fa
     assert list(timeline.prefill()) == [412, 924, 1100]
     assert timeline.position == 1200
     assert timeline.schedule.to_json() == [["prefill", 100], ["prefill", 412], ["prefill", 512], ["prefill", 176]]
-    assert PREFILL_CHUNK == 512
+    assert fake_model.prefill_chunk == 512
 
 
 def test_the_last_drawn_token_is_pending_and_the_first_comes_from_prefill(fake_timeline, fake_model) -> None:

@@ -314,3 +314,26 @@ def test_the_doctor_counts_the_room_of_the_pool(config: ModelConfig):
         assert room(geometry, granules) == max(pages, 0) * 512
         assert row.code == (0 if pages > 0 else 4)
         assert row.value.startswith("2,560 tokens" if pages > 0 else "does not fit")
+
+
+def test_chunks_of_several_pages_are_shared_at_their_ends(checkpoints):
+    """Two sequences that part inside a chunk share nothing of it; behind whole chunks they start from one state."""
+    model = load_model(checkpoints["k3"]).model
+    model.prefill_chunk = 1024
+    ids = torch.randint(0, 131, (2048 + 40,), generator=torch.Generator().manual_seed(1))
+    first = model.new_state()
+    rows = [model.prefill(ids[at : at + 1024], first) for at in (0, 1024, 2048)]
+    assert model.known_prefix(ids[:1000]) is None
+    assert model.known_prefix(ids[:1600]) is None, "the one KDA state kept is that of the last whole chunk"
+    again = model.new_state()
+    model.prefill(ids[:1024], again)
+    known = model.known_prefix(ids[:1600])
+    assert known is not None
+    assert known.position == 1024
+    longest = model.known_prefix(ids)
+    assert longest is not None
+    assert longest.position == 2048
+    tail = model.prefill(ids[2048:], longest)
+    assert tail is not None
+    assert rows[-1] is not None
+    assert torch.equal(tail, rows[-1])
