@@ -49,7 +49,7 @@ def tiling(dtype: torch.dtype, R: int, P: int, device: torch.device) -> Tiling:
     if dtype != torch.bfloat16:
         return Tiling(16, 32, 4, 1)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return Tiling(64, 64, 8, 2, "gluon" if hopper and (R, P) == (512, 64) else "triton")
+    return Tiling(64, 64, 8, 2, "ws" if hopper and (R, P) == (512, 64) else "triton")
 
 
 @cache
@@ -58,10 +58,10 @@ def _processors(device: torch.device) -> int:
 
 
 def _attend(shape: Tiling) -> Any:
-    if shape.form == "ws":
-        from k3_kernels.mla import decode_ws_triton
+    if shape.form.startswith("ws"):
+        import importlib
 
-        return decode_ws_triton.attend_kernel
+        return importlib.import_module(f"k3_kernels.mla.decode_{shape.form}_triton").attend_kernel
     if shape.form == "gluon":
         from k3_kernels.mla import decode_hopper_triton
 
@@ -175,24 +175,23 @@ def attend_kernel(
 def combine_kernel(
     sums, tops, norms, latent, cursor, factor, W, H,
     R: tl.constexpr, BR: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FAR: tl.constexpr,
-    BS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n H, R / BR). latent [H, W, R]; BS splits at a time, in order."""
+    """Grid (n H, R / BR). latent [H, W, R]; SPLITS splits at a time, in order."""
     pair = tl.program_id(0)
-    p = tl.load(cursor) + pair // H
+    p = tl.load(cursor).to(tl.int32) + pair // H
     r = tl.program_id(1) * BR + tl.arange(0, BR)
-    count = (p // _span(p, UNIT, SPLITS, LEAST, FAR) + 1).to(tl.int32)
-    every = tl.arange(0, 2 * SPLITS)
+    count = p // _span(p, UNIT, SPLITS, LEAST, FAR) + 1
     at = pair.to(tl.int64) * (2 * SPLITS)
+    every = tl.arange(0, 2 * SPLITS)
     top = tl.max(tl.load(tops + at + every, mask=every < count, other=-1e30), 0)
     out = tl.zeros([BR], tl.float32)
     norm = 0.0
-    for first in range(0, count, BS):
-        split = first + tl.arange(0, BS)
+    for first in range(0, count, SPLITS):
+        split = first + tl.arange(0, SPLITS)
         there = split < count
-        weight = tl.exp2((tl.load(tops + at + split, mask=there, other=float("-inf")) - top) * factor)
-        weight *= tl.load(norms + at + split, mask=there, other=0.0)
         part = tl.load(sums + (at + split)[:, None] * R + r[None, :], mask=there[:, None], other=0.0)
+        own = tl.load(tops + at + split, mask=there, other=float("-inf"))
+        weight = tl.exp2((own - top) * factor) * tl.load(norms + at + split, mask=there, other=0.0)
         norm += tl.sum(weight, 0)
         out += tl.sum(part.to(tl.float32) * weight[:, None], 0)
     tl.store(latent + ((pair % H) * W + p % W) * R + r, (out / norm).to(latent.dtype.element_ty))
@@ -256,16 +255,17 @@ def decode(
         N=N, BK=max(16, triton.next_power_of_2(N)), R=R, BR=BR, P=P, ROWS=ROWS,
     )  # fmt: skip
     tiles = triton.cdiv(pairs, shape.BM)
-    grid = (_processors(q.device),) if shape.form == "ws" else (tiles, 2 * SPLITS)
+    grid = (_processors(q.device),) if shape.form.startswith("ws") else (tiles, 2 * SPLITS)
     _attend(shape)[grid](
         absorbed, pages, table, cursor, sums, tops, norms, factor, pages.stride(0), H, n,
         KEY=pages.stride(1), R=R, P=P, PAGE=pages.shape[1],
         UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, BM=shape.BM, BN=shape.BN,
-        num_warps=4 if shape.form == "ws" else shape.warps, num_stages=shape.stages,
+        num_warps=4 if shape.form.startswith("ws") else shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    combine_kernel[(pairs, R // BR)](
+    wide = min(R, 256)
+    combine_kernel[(pairs, R // wide)](
         sums, tops, norms, latent, cursor, factor, W, H,
-        R=R, BR=BR, UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, BS=16,
+        R=R, BR=wide, UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, num_warps=8,
     )  # fmt: skip
     project_kernel[(H, triton.cdiv(V, BV))](latent, w_uv, out, cursor, W, H, n, V=V, BV=BV, R=R, ROWS=ROWS)
     return out
