@@ -7,8 +7,8 @@ stay inside what fp32 and bf16 can hold, and no anchor depends on the data. With
 pair's decay is the exponential of the sum between the two tokens, never positive.
 
 Both write, for chunk c of head h in line c H + h, C tokens each: k_start = k e^(decay since the chunk began), q_start
-the same of q, k_end = k e^(decay to the chunk's end), solve = beta A (strictly lower), mix = B, beta; and the decay of
-the whole chunk.
+the same of q, k_end = k e^(decay to the chunk's end), beta, solve = beta A and mix = B, both below the diagonal, the
+diagonal of B (itself); and the decay of the whole chunk.
 """
 
 from __future__ import annotations
@@ -76,23 +76,24 @@ def _unit(x, divisor: tl.constexpr):
 
 
 @triton.jit
-def _store_squares(A, B, b, T, first, line, head, b_row, solve, mix, beta, C: tl.constexpr):
-    """beta, beta A below the diagonal, B up to it; what is above may be anything."""
+def _store_squares(A, B, b, T, first, line, head, b_row, solve, mix, beta, itself, C: tl.constexpr):
+    """beta, beta A and B below the diagonal, B on it; what is above may be anything, even infinite."""
     row = tl.arange(0, C)
     t = first + row
     rate = tl.load(b + t.to(tl.int64) * b_row + head, mask=t < T, other=-float("inf")).to(tl.float32)
     rate = _sigmoid(rate, 1.0)
     tl.store(beta + line * C + row, rate)
     square = line.to(tl.int64) * C * C + row[:, None] * C + row[None, :]
-    later, equal = row[:, None] > row[None, :], row[:, None] == row[None, :]
-    tl.store(mix + square, tl.where(later | equal, B, 0.0).to(mix.dtype.element_ty))
+    later = row[:, None] > row[None, :]
+    tl.store(itself + line * C + row, tl.sum(tl.where(row[:, None] == row[None, :], B, 0.0), 1))
+    tl.store(mix + square, tl.where(later, B, 0.0).to(mix.dtype.element_ty))
     tl.store(solve + square, tl.where(later, A * rate[:, None], 0.0).to(solve.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "first"])
 def inside(
     q, k, f, b, A_log, dt_bias, lower_bound, T, first, H, q_row, k_row, f_row, b_row,
-    k_start, q_start, k_end, solve, mix, decay, beta,
+    k_start, q_start, k_end, solve, mix, decay, beta, itself,
     K: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head, D channels at a time.
@@ -149,13 +150,13 @@ def inside(
         tl.store(q_start + tile + s, (rows * back).to(kind))
         B = tl.dot(tl.reshape(rows.to(kind), (C, D)), columns, B, input_precision=PRECISION)
     # Where a later token is the column, the product of factors may be infinite: chosen away, never multiplied.
-    _store_squares(A, B, b, T, first + chunk * C, line, head, b_row, solve, mix, beta, C)
+    _store_squares(A, B, b, T, first + chunk * C, line, head, b_row, solve, mix, beta, itself, C)
 
 
 @triton.jit(do_not_specialize=["T", "first"])
 def inside_exact(
     q, k, f, b, A_log, dt_bias, lower_bound, T, first, H, q_row, k_row, f_row, b_row,
-    k_start, q_start, k_end, solve, mix, decay, beta,
+    k_start, q_start, k_end, solve, mix, decay, beta, itself,
     K: tl.constexpr, C: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head, column by column of A and B."""
@@ -202,7 +203,7 @@ def inside_exact(
         column = row[None, :] == j
         A += tl.where(column, tl.sum(kn * weighted, 1)[:, None], 0.0)
         B += tl.where(column, tl.sum(qn * weighted, 1)[:, None], 0.0)
-    _store_squares(A, B, b, T, first + chunk * C, line, head, b_row, solve, mix, beta, C)
+    _store_squares(A, B, b, T, first + chunk * C, line, head, b_row, solve, mix, beta, itself, C)
 
 
 @triton.jit

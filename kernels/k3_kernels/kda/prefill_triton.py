@@ -9,7 +9,9 @@ again, all segments together, from the right states.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,13 +26,17 @@ WORKSPACE = 768 << 20
 """Bytes of scratch memory of a call; longer calls are made of several."""
 RESIDENT = 256
 """Programs of the walk that should run at once: segments are cut until there are about that many."""
+HOPPER_RESIDENT = 72
+"""The same for the Gluon walk: one a processor, twice as many in the first pass."""
+Launch = Callable[[tuple[int, int, int], Tensor, Tensor, int, int, int, bool], None]
+"""Runs a walk: grid, start, end, first token, chunks, chunks of a segment, whether it makes outputs."""
 
 
 @triton.jit(do_not_specialize=["first", "n", "each"])
 def _walk(
-    k_start, q_start, k_end, solve, mix, decay, beta, v, o, start, end, first, n, each, H,
+    k_start, q_start, k_end, solve, mix, decay, beta, itself, v, o, start, end, first, n, each, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    OUTPUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    OUTPUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows [tile BV, (tile + 1) BV) of one head's state through the chunks of one segment.
 
@@ -63,15 +69,16 @@ def _walk(
         held = S.to(kind)
         rest = tl.trans(values) - tl.dot(held, tl.trans(keys), input_precision=PRECISION)
         rest *= rate[None, :]
-        # The unit diagonal of the inverse stays outside of the product: most of u is never rounded.
+        # The unit diagonal of the inverse stays outside of the product, and so does B's: most of u and o isn't rounded.
         u = tl.dot(rest.to(kind), tl.trans(solved), rest, input_precision=PRECISION)
         near = u.to(kind)
         if OUTPUT:
             out = tl.dot(held, tl.trans(q_start.load([at * C, 0])), input_precision=PRECISION)
             out = tl.dot(near, tl.trans(mix.load([at * C, 0])), out, input_precision=PRECISION)
+            out += u * tl.load(itself + at * C + c)[None, :]
             o.store([first + chunk * C, channel], tl.trans(out).to(o.dtype))
         S = tl.dot(near, ends, S * fade[None, :], input_precision=PRECISION)
-        if SPLIT:
+        if kind != tl.float32:
             S = tl.dot((u - near.to(tl.float32)).to(kind), ends, S, input_precision=PRECISION)
     if OUTPUT:
         if segment == tl.num_programs(2) - 1:
@@ -81,18 +88,37 @@ def _walk(
 
 
 @triton.jit(do_not_specialize=["segments"])
-def _join(affine, start, segments, H, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """start[0] is given; start[i + 1] = start[i] P_i + Q_i, with affine [segments - 1, H, V + K, K] = (Q, P)."""
+def _join(affine, state, start, segments, H, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """start[0] = state, start[i + 1] = start[i] P_i + Q_i, with affine [segments - 1, H, V + K, K] = (Q, P)."""
     row = tl.program_id(0) * BV + tl.arange(0, BV)
     head = tl.program_id(1)
     d = tl.arange(0, K)
-    S = tl.load(start + (head * V + row[:, None]) * K + d[None, :])
-    for segment in range(segments - 1):
-        base = affine + (segment * H + head) * (V + K) * K
-        P = tl.load(base + (V + d[:, None]) * K + d[None, :])
-        Q = tl.load(base + row[:, None] * K + d[None, :])
-        S = tl.dot(S, P, Q, input_precision="tf32x3")
-        tl.store(start + (((segment + 1) * H + head) * V + row[:, None]) * K + d[None, :], S)
+    S = tl.load(state + (head * V + row[:, None]) * K + d[None, :])
+    for segment in range(segments):
+        tl.store(start + ((segment * H + head) * V + row[:, None]) * K + d[None, :], S)
+        if segment + 1 < segments:
+            base = affine + (segment * H + head) * (V + K) * K
+            P = tl.load(base + (V + d[:, None]) * K + d[None, :])
+            Q = tl.load(base + row[:, None] * K + d[None, :])
+            S = tl.dot(S, P, Q, input_precision="tf32x3")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a call is carried out. segments: into how many the tokens are cut, 0 chooses from the numbers of heads and
+    chunks. exact: pairs without factors though the gate is bounded; None: for fp32, which has digits to lose. hopper:
+    the Gluon walk; None: where it runs."""
+
+    segments: int = 0
+    exact: bool | None = None
+    hopper: bool | None = None
+    channels: int = 128
+    inside_warps: int = 4
+    inside_registers: int | None = 128
+    invert_warps: int = 1
+    rows: int = 64
+    warps: int = 4
+    stages: int = 3
 
 
 def prefill(
@@ -105,25 +131,25 @@ def prefill(
     dt_bias: Tensor,
     lower_bound: float | None,
     state: Tensor,
-    *,
-    segments: int = 0,
-    **tuning: Any,
+    tuning: Tuning = Tuning(),
 ) -> tuple[Tensor, Tensor]:
-    """`kda.prefill` for K and V powers of two, 16 to 128. segments: into how many a call is cut, 0 chooses."""
+    """`kda.prefill` for K and V powers of two, 16 to 128."""
     T, H, K = q.shape
     V = v.shape[-1]
     kind = v.dtype
     q, k, v, f = (_rows(x.to(kind)) for x in (q, k, v, f))
     b = b if b.stride(-1) == 1 else b.contiguous()
     o = torch.empty(T, H, V, dtype=kind, device=v.device)
-    new = state.contiguous()
     if T == 0:
         return o, state.clone()
+    new = state.contiguous()
     # Bytes of one chunk of all heads.
-    unit = H * (kind.itemsize * CHUNK * (3 * K + 2 * CHUNK) + 4 * K)
+    unit = H * (kind.itemsize * CHUNK * (3 * K + 2 * CHUNK) + 4 * K + 8 * CHUNK)
     most = max(WORKSPACE // unit, 1) * CHUNK
     for first in range(0, T, most):
-        new = _slab(q, k, v, f, b, A_log, dt_bias, lower_bound, new, o, first, min(T, first + most), segments, tuning)
+        stop = min(T, first + most)
+        parts = _inside(q, k, f, b, A_log, dt_bias, lower_bound, first, stop, tuning)
+        new = _carry(parts, v, o, new, first, tuning)
     return o, new
 
 
@@ -135,67 +161,103 @@ def _rows(x: Tensor) -> Tensor:
     return x if aligned and whole else x.clone(memory_format=torch.contiguous_format)
 
 
-def _slab(
+class _Parts(NamedTuple):
+    """What `inside` makes of n chunks of H heads: tiles [3, n H C, K], squares [2, n H C, C] in the activations' type,
+    decay [n H, K], beta and itself [n H, C] fp32."""
+
+    tiles: Tensor
+    squares: Tensor
+    decay: Tensor
+    beta: Tensor
+    itself: Tensor
+
+
+def _inside(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     f: Tensor,
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
     lower_bound: float | None,
-    state: Tensor,
-    o: Tensor,
     first: int,
     stop: int,
-    segments: int,
-    tuning: dict[str, Any],
-) -> Tensor:
-    """Tokens [first, stop) into o; returns the state behind them."""
-    H, V, K = state.shape
-    kind, device = v.dtype, v.device
-    n = triton.cdiv(stop - first, CHUNK)
-    tiles = torch.empty(3, n * H * CHUNK, K, dtype=kind, device=device)
-    squares = torch.empty(2, n * H * CHUNK, CHUNK, dtype=kind, device=device)
-    decay = torch.empty(n * H, K, dtype=torch.float32, device=device)
-    beta = torch.empty(n * H, CHUNK, dtype=torch.float32, device=device)
-    precision = "tf32x3" if kind == torch.float32 else "tf32"
+    tuning: Tuning,
+) -> _Parts:
+    """Tokens [first, stop)."""
+    _, H, K = k.shape
+    kind = k.dtype
+    lines = triton.cdiv(stop - first, CHUNK) * H
+    tiles = k.new_empty(3, lines * CHUNK, K)
+    squares = k.new_empty(2, lines * CHUNK, CHUNK)
+    decay = k.new_empty(lines, K, dtype=torch.float32)
+    beta, itself = (k.new_empty(lines, CHUNK, dtype=torch.float32) for _ in range(2))
     # Until it is inverted, the system is kept as fp16 when activations have 16 bits.
     system = squares[0] if kind == torch.float32 else squares[0].view(torch.float16)
     bound = 0.0 if lower_bound is None else lower_bound
     given = (q, k, f, b, A_log, dt_bias, bound, stop, first, H, q.stride(0), k.stride(0), f.stride(0), b.stride(0))
-    found = (*tiles, system, squares[1], decay, beta)
-    if lower_bound is not None and -5 <= lower_bound <= 0:
-        D = min(K, tuning.get("channels", 128))
-        options = {"num_warps": tuning.get("inside_warps", 4), "maxnreg": tuning.get("registers")}
-        inside[(n * H,)](*given, *found, K=K, C=CHUNK, D=D, PRECISION=precision, **options)
+    found = (*tiles, system, squares[1], decay, beta, itself)
+    exact = kind == torch.float32 if tuning.exact is None else tuning.exact
+    if lower_bound is not None and -5 <= lower_bound <= 0 and not exact:
+        inside[(lines,)](
+            *given, *found, K=K, C=CHUNK, D=min(K, tuning.channels), PRECISION=_precision(kind),
+            num_warps=tuning.inside_warps, maxnreg=tuning.inside_registers,
+        )  # fmt: skip
     else:
-        inside_exact[(n * H,)](*given, *found, K=K, C=CHUNK, BOUNDED=lower_bound is not None, num_warps=4)
-    invert[(n * H,)](system, squares[0], C=CHUNK, num_warps=1)
-    BV = min(V, K, tuning.get("rows", 64))
-    settings = {
-        "K": K, "V": V, "C": CHUNK, "BV": BV, "PRECISION": precision, "SPLIT": tuning.get("split", True),
-        "STAGES": tuning.get("stages", 3) if kind != torch.float32 else 1, "num_warps": tuning.get("warps", 4),
-    }  # fmt: skip
-    tokens = [TensorDescriptor.from_tensor(x.flatten(1), [CHUNK, BV]) for x in (v, o)]
-    shared = (
-        *(TensorDescriptor.from_tensor(x, [CHUNK, K]) for x in tiles),
-        *(TensorDescriptor.from_tensor(x, [CHUNK, CHUNK]) for x in squares),
-        decay,
-        beta,
-        *tokens,
-    )
-    if segments < 1:
-        segments = max(1, min(RESIDENT // (H * (V // BV)), n // 16))
+        inside_exact[(lines,)](*given, *found, K=K, C=CHUNK, BOUNDED=lower_bound is not None, num_warps=4)
+    invert[(lines,)](system, squares[0], C=CHUNK, num_warps=tuning.invert_warps)
+    return _Parts(tiles, squares, decay, beta, itself)
+
+
+def _precision(kind: torch.dtype) -> str:
+    return "tf32x3" if kind == torch.float32 else "tf32"
+
+
+def _carry(parts: _Parts, v: Tensor, o: Tensor, state: Tensor, first: int, tuning: Tuning) -> Tensor:
+    """The state through the chunks of `parts`, which begin at token `first`; writes o, returns the last state."""
+    H, V, K = state.shape
+    n = len(parts.decay) // H
+    fits = v.dtype == torch.bfloat16 and K == V == 128 and v.is_cuda and torch.cuda.get_device_capability()[0] == 9
+    hopper = fits if tuning.hopper is None else tuning.hopper
+    if hopper:
+        from k3_kernels.kda import prefill_hopper_triton
+
+        BV, resident, launch = V, HOPPER_RESIDENT, prefill_hopper_triton.launcher(parts, v, o)
+    else:
+        BV, resident, launch = min(V, K, tuning.rows), RESIDENT, _launcher(parts, v, o, tuning)
+    segments = tuning.segments or max(1, min(resident // (H * (V // BV)), n // 16))
     each = triton.cdiv(n, segments)
     segments = triton.cdiv(n, each)
     new = torch.empty_like(state)
     if segments > 1:
-        start = torch.empty(segments, H, V, K, dtype=torch.float32, device=device)
-        start[0] = state
-        affine = torch.empty(segments - 1, H, V + K, K, dtype=torch.float32, device=device)
-        _walk[((V + K) // BV, H, segments - 1)](*shared, start, affine, first, n, each, H, OUTPUT=False, **settings)
-        _join[(V // 16, H)](affine, start, segments, H, K=K, V=V, BV=16, num_warps=8)
+        affine = state.new_empty(segments - 1, H, V + K, K)
+        launch(((V + K) // BV, H, segments - 1), state, affine, first, n, each, False)
+        start = state.new_empty(segments, H, V, K)
+        _join[(V // 16, H)](affine, state, start, segments, H, K=K, V=V, BV=16, num_warps=8)
         state = start
-    _walk[(V // BV, H, segments)](*shared, state, new, first, n, each, H, OUTPUT=True, **settings)
+    launch((V // BV, H, segments), state, new, first, n, each, True)
     return new
+
+
+def _launcher(parts: _Parts, v: Tensor, o: Tensor, tuning: Tuning) -> Launch:
+    """`_walk` with these operands."""
+    _, H, V = v.shape
+    K = parts.decay.shape[1]
+    BV = min(V, K, tuning.rows)
+    shared = (
+        *(TensorDescriptor.from_tensor(x, [CHUNK, K]) for x in parts.tiles),
+        *(TensorDescriptor.from_tensor(x, [CHUNK, CHUNK]) for x in parts.squares),
+        *parts[2:],
+        *(TensorDescriptor.from_tensor(x.flatten(1), [CHUNK, BV]) for x in (v, o)),
+    )
+
+    def launch(
+        grid: tuple[int, int, int], start: Tensor, end: Tensor, first: int, n: int, each: int, output: bool
+    ) -> None:
+        _walk[grid](
+            *shared, start, end, first, n, each, H, K=K, V=V, C=CHUNK, BV=BV, OUTPUT=output,
+            PRECISION=_precision(v.dtype), STAGES=tuning.stages if v.dtype != torch.float32 else 1,
+            num_warps=tuning.warps,
+        )  # fmt: skip
+
+    return launch
