@@ -59,7 +59,7 @@ def test_any_drafter_at_any_window_gives_the_tokens_and_state_of_plain_decoding(
     kind, name, plain, make_fake_model, hostile, reckless, state_bytes
 ) -> None:
     sampling = SAMPLINGS[kind]
-    for window in (1, 2, 3, 4, 8):
+    for window in (1, 2, 3, 8):
         want, state, ids = plain(sampling, window)
         for rows in {1, 2, window} & set(range(1, window + 1)):
             model = make_fake_model(window)

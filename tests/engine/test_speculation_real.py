@@ -93,11 +93,11 @@ def test_tiny_any_drafter(kind, tiny_engine, session, hostile, reckless) -> None
         assert session(tiny_engine, SAMPLINGS[kind], make)[1] == plain, name
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("window", [1, 3, 5, 8])
 def test_tiny_any_window(window, tiny_model, session, hostile, reckless) -> None:
     engine = Engine.load(tiny_model, device="cpu", window=window)
     truth, plain = session(engine, SAMPLINGS["cool"])
-    for rows in {2, window // 2, window} & set(range(1, window + 1)):
+    for rows in {2, window} & set(range(1, window + 1)):
         make = hostile(truth, 512, special(engine))["half"]
         assert session(engine, SAMPLINGS["cool"], make, rows)[1] == plain, rows
 
