@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 UNIT = 64
 """Keys; spans are multiples of it, the page size must be."""
@@ -32,6 +33,8 @@ LEAST = 4
 ROWS = 16
 """Window rows a head's small products are padded to: the least a matrix instruction takes."""
 LOG2E = 1.4426950408889634
+DEPENDENT = False
+"""On Hopper and newer, kernels start before the one in front has ended, and fetch their weights while they wait."""
 
 
 class Tiling(NamedTuple):
@@ -57,6 +60,10 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _dependent(device: torch.device) -> bool:
+    return DEPENDENT and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _attend(shape: Tiling) -> Any:
     if shape.form.startswith("ws"):
         import importlib
@@ -77,7 +84,12 @@ def _span(p, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FAR:
 
 
 @triton.jit
-def append_kernel(rows, pages, table, cursor, row_stride, page_stride, key_stride, W, PAGE, WIDTH, B: tl.constexpr):
+def append_kernel(
+    rows, pages, table, cursor, row_stride, page_stride, key_stride, W, PAGE, WIDTH,
+    B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     p = tl.load(cursor) + tl.program_id(0)
     page = tl.load(table + p // PAGE).to(tl.int64)
     x = tl.arange(0, B)
@@ -88,7 +100,8 @@ def append_kernel(rows, pages, table, cursor, row_stride, page_stride, key_strid
 @triton.jit(do_not_specialize=["n"])
 def absorb_kernel(
     q, w_uk, absorbed, cursor, q_row, q_head, W, H, n,
-    N: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    N: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, R / BR). absorbed [n H, R + P], pair i H + h of the window's i-th row; slots order the products."""
     h = tl.program_id(0)
@@ -96,6 +109,8 @@ def absorb_kernel(
     r = tl.program_id(1) * BR + tl.arange(0, BR)
     # The weights come from far and depend on nothing: they are asked for first.
     w = tl.load(w_uk + (h * N + k)[:, None] * R + r[None, :], mask=(k < N)[:, None], other=0.0)
+    if PDL:
+        gdc_wait()
     start = tl.load(cursor)
     slot = tl.arange(0, ROWS)
     i = (slot - start % W + W) % W
@@ -175,8 +190,12 @@ def attend_kernel(
 def combine_kernel(
     sums, tops, norms, latent, cursor, factor, W, H,
     R: tl.constexpr, BR: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FAR: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n H, R / BR). latent [H, W, R]; SPLITS splits at a time, in order."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     pair = tl.program_id(0)
     p = tl.load(cursor).to(tl.int32) + pair // H
     r = tl.program_id(1) * BR + tl.arange(0, BR)
@@ -200,13 +219,15 @@ def combine_kernel(
 @triton.jit(do_not_specialize=["n"])
 def project_kernel(
     latent, w_uv, out, cursor, W, H, n,
-    V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, V / BV). out [W, H, V], zeros where no row is live."""
     h = tl.program_id(0)
     r = tl.arange(0, R)
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     w = tl.load(w_uv + (h * V + v)[:, None] * R + r[None, :], mask=(v < V)[:, None], other=0.0)
+    if PDL:
+        gdc_wait()
     slot = tl.arange(0, ROWS)
     live = (slot < W) & ((slot - tl.load(cursor) % W + W) % W < n)
     x = tl.load(latent + (h * W + slot)[:, None] * R + r[None, :], mask=live[:, None], other=0.0)
@@ -220,7 +241,7 @@ def append(rows: Tensor, pages: Tensor, table: Tensor, cursor: Tensor, n: int) -
     W, width = rows.shape
     append_kernel[(n,)](
         rows, pages, table, cursor, rows.stride(0), pages.stride(0), pages.stride(1), W, pages.shape[1], width,
-        B=triton.next_power_of_2(width),
+        B=triton.next_power_of_2(width), PDL=_dependent(rows.device),
     )  # fmt: skip
 
 
@@ -249,10 +270,11 @@ def decode(
     tops, norms = (torch.empty(pairs, 2 * SPLITS, **empty) for _ in range(2))
     latent = torch.empty(H, W, R, device=q.device, dtype=q.dtype)
     out = torch.empty(W, H, V, device=q.device, dtype=q.dtype)
+    early: dict[str, Any] = {"PDL": True, "launch_pdl": True} if _dependent(q.device) else {"PDL": False}
     BR, BV = min(R, 128), min(32, triton.next_power_of_2(V))
     absorb_kernel[(H, R // BR)](
         q, w_uk, absorbed, cursor, q.stride(0), q.stride(1), W, H, n,
-        N=N, BK=max(16, triton.next_power_of_2(N)), R=R, BR=BR, P=P, ROWS=ROWS,
+        N=N, BK=max(16, triton.next_power_of_2(N)), R=R, BR=BR, P=P, ROWS=ROWS, **early,
     )  # fmt: skip
     tiles = triton.cdiv(pairs, shape.BM)
     grid = (_processors(q.device),) if shape.form.startswith("ws") else (tiles, 2 * SPLITS)
@@ -265,7 +287,7 @@ def decode(
     wide = min(R, 256)
     combine_kernel[(pairs, R // wide)](
         sums, tops, norms, latent, cursor, factor, W, H,
-        R=R, BR=wide, UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, num_warps=8,
+        R=R, BR=wide, UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, num_warps=8, **early,
     )  # fmt: skip
-    project_kernel[(H, triton.cdiv(V, BV))](latent, w_uv, out, cursor, W, H, n, V=V, BV=BV, R=R, ROWS=ROWS)
+    project_kernel[(H, triton.cdiv(V, BV))](latent, w_uv, out, cursor, W, H, n, V=V, BV=BV, R=R, ROWS=ROWS, **early)
     return out
