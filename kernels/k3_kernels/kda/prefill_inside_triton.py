@@ -94,61 +94,48 @@ def _store_squares(A, B, b, T, first, line, head, b_row, solve, mix, beta, itsel
 def inside(
     q, k, f, b, A_log, dt_bias, lower_bound, T, first, H, q_row, k_row, f_row, b_row,
     k_start, q_start, k_end, solve, mix, decay, beta, itself,
-    K: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head, D channels at a time.
-
-    Tiles are [C / 4, 4, D]: the four tokens of the middle dimension are a thread's own, so that three of four steps of
-    the running sum are plain additions.
-    """
+    """One chunk of one head. Tiles are [C / 4, 4, K]: the four tokens of the middle dimension are a thread's own, so
+    that most of a running sum is plain additions."""
     head = tl.program_id(0) % H
     chunk = tl.program_id(0) // H
     line = tl.program_id(0)
     kind: tl.constexpr = k_start.dtype.element_ty
     token = 4 * tl.arange(0, C // 4)[:, None, None] + tl.arange(0, 4)[None, :, None]
-    channel = tl.arange(0, D)
+    channel = tl.arange(0, K)
     d = channel[None, None, :]
-    inside = first + chunk * C + token < T
+    live = first + chunk * C + token < T
     t = (first + chunk * C + token).to(tl.int64)
-    q += t * q_row + head * K + d
-    k += t * k_row + head * K + d
-    f += t * f_row + head * K + d
+    at = head * K + d
     tile = line.to(tl.int64) * C * K + token * K + d
     slope = tl.exp(tl.load(A_log + head)) * -LOG2E
     scale = lower_bound * LOG2E
+
+    bias = tl.load(dt_bias + head * K + channel) * slope
+    x = tl.load(f + t * f_row + at, mask=live, other=-float("inf")).to(tl.float32)
+    G = tl.cumsum(_inverse_of_more(_exp2(x * slope + bias[None, None, :])), 1)
+    four = tl.max(G, 1)
+    through = tl.cumsum(four, 0)
+    last = tl.max(through, 0) * scale
+    tl.store(decay + line * K + channel, _exp2(last))
+    shifted = (G + (through - four)[:, None, :]) * scale + SHIFT
+    up = _exp2(shifted)
     back = _exp2(tl.full((), -SHIFT, tl.float32))
-    A = tl.zeros((C, C), tl.float32)
-    B = tl.zeros((C, C), tl.float32)
-    q_norm = tl.zeros((C // 4, 4), tl.float32)
-    k_norm = tl.zeros((C // 4, 4), tl.float32)
-    for s in tl.static_range(0, K, D):
-        x = tl.load(q + s, mask=inside, other=0.0).to(tl.float32)
-        q_norm += tl.sum(x * x, 2)
-        x = tl.load(k + s, mask=inside, other=0.0).to(tl.float32)
-        k_norm += tl.sum(x * x, 2)
-    q_norm = tl.rsqrt((q_norm + L2_EPS) * K)[:, :, None]
-    k_norm = tl.rsqrt(k_norm + L2_EPS)[:, :, None]
-    for s in tl.range(0, K, D, num_stages=1):
-        bias = tl.load(dt_bias + head * K + s + d)
-        x = tl.load(f + s, mask=inside, other=-float("inf")).to(tl.float32)
-        G = tl.cumsum(_inverse_of_more(_exp2(x * slope + bias * slope)), 1)
-        four = tl.max(G, 1)
-        through = tl.cumsum(four, 0)
-        last = tl.max(through, 0) * scale
-        tl.store(decay + line * K + s + channel, _exp2(last))
-        shifted = (G + (through - four)[:, None, :]) * scale + SHIFT
-        up = _exp2(shifted)
-        down = _exp2(-shifted)
-        x = tl.load(k + s, mask=inside, other=0.0).to(tl.float32) * k_norm
-        columns = x * down
-        tl.store(k_end + tile + s, (columns * _exp2(last + SHIFT)[None, None, :]).to(kind))
-        columns = tl.trans(tl.reshape(columns.to(kind), (C, D)))
-        rows = x * up
-        tl.store(k_start + tile + s, (rows * back).to(kind))
-        A = tl.dot(tl.reshape(rows.to(kind), (C, D)), columns, A, input_precision=PRECISION)
-        rows = tl.load(q + s, mask=inside, other=0.0).to(tl.float32) * q_norm * up
-        tl.store(q_start + tile + s, (rows * back).to(kind))
-        B = tl.dot(tl.reshape(rows.to(kind), (C, D)), columns, B, input_precision=PRECISION)
+
+    x = tl.load(k + t * k_row + at, mask=live, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 2) + L2_EPS)[:, :, None]
+    columns = x * _exp2(-shifted)
+    tl.store(k_end + tile, (columns * _exp2(last + SHIFT)[None, None, :]).to(kind))
+    columns = tl.trans(tl.reshape(columns.to(kind), (C, K)))
+    rows = x * up
+    tl.store(k_start + tile, (rows * back).to(kind))
+    A = tl.dot(tl.reshape(rows.to(kind), (C, K)), columns, input_precision=PRECISION)
+
+    x = tl.load(q + t * q_row + at, mask=live, other=0.0).to(tl.float32)
+    rows = x * tl.rsqrt((tl.sum(x * x, 2) + L2_EPS) * K)[:, :, None] * up
+    tl.store(q_start + tile, (rows * back).to(kind))
+    B = tl.dot(tl.reshape(rows.to(kind), (C, K)), columns, input_precision=PRECISION)
     # Where a later token is the column, the product of factors may be infinite: chosen away, never multiplied.
     _store_squares(A, B, b, T, first + chunk * C, line, head, b_row, solve, mix, beta, itself, C)
 

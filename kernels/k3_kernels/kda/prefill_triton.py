@@ -112,7 +112,6 @@ class Tuning:
     segments: int = 0
     exact: bool | None = None
     hopper: bool | None = None
-    channels: int = 128
     inside_warps: int = 4
     inside_registers: int | None = 128
     invert_warps: int = 1
@@ -200,7 +199,7 @@ def _inside(
     exact = kind == torch.float32 if tuning.exact is None else tuning.exact
     if lower_bound is not None and -5 <= lower_bound <= 0 and not exact:
         inside[(lines,)](
-            *given, *found, K=K, C=CHUNK, D=min(K, tuning.channels), PRECISION=_precision(kind),
+            *given, *found, K=K, C=CHUNK, PRECISION=_precision(kind),
             num_warps=tuning.inside_warps, maxnreg=tuning.inside_registers,
         )  # fmt: skip
     else:
