@@ -86,7 +86,7 @@ def test_the_gate_without_bound(T: int, dtype: torch.dtype, tuning: Tuning):
     """Rates up to 200: log decays of -1000 beside others near 0 in one chunk."""
     arguments = draw(T, None, dtype=dtype)
     arguments[5][:2] = torch.tensor([5.3, -4.0])
-    check(arguments, tuning)
+    check(arguments, tuning, 5e-6 if dtype == torch.float32 else None)
 
 
 @kinds
@@ -116,8 +116,11 @@ def test_repeated_keys(dtype: torch.dtype, tuning: Tuning):
 @kinds
 @pytest.mark.parametrize("segments", [1, 2, 3, 7])
 def test_segments(segments: int, dtype: torch.dtype, tuning: Tuning):
-    """Segments of any number, also such that the last one is shorter or ends in a chunk with a rest."""
-    check(draw(230, dtype=dtype), replace(tuning, segments=segments))
+    """Segments of any number, also such that the last one is shorter or ends in a chunk with a rest. Little decay, so
+    that the first state is still there in the last one."""
+    arguments = draw(230, dtype=dtype)
+    arguments[3].sub_(6)
+    check(arguments, replace(tuning, segments=segments))
 
 
 def test_a_long_call_is_several(monkeypatch: pytest.MonkeyPatch):
