@@ -90,6 +90,15 @@ def test_the_gate_without_bound(T: int, dtype: torch.dtype, tuning: Tuning):
 
 
 @kinds
+def test_the_gate_without_bound_forgets_slowly(dtype: torch.dtype, tuning: Tuning):
+    """Log decays of 1e-4 from a softplus of 1e-6, whose digits 1 + e^x would lose."""
+    arguments = draw(33, None, dtype=dtype)
+    arguments[3].fill_(-13)
+    arguments[5].fill_(5.3)
+    check(arguments, tuning, 5e-6 if dtype == torch.float32 else None)
+
+
+@kinds
 @pytest.mark.parametrize("raw", [60.0, -60.0, "mixed"])
 @pytest.mark.parametrize("bound", [-5.0, -4.0, pytest.param(-8.0, marks=pytest.mark.skipif(not CUDA, reason="slow"))])
 def test_extremes_of_the_gate(raw: float | str, bound: float, dtype: torch.dtype, tuning: Tuning):
