@@ -10,16 +10,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from k3_sessions import checking, portable, prefix, repairing, restoring, room, upkeep
-from k3_sessions.blobs import TEMP_PREFIX, Blobs, write_file
+from k3_sessions import checking, marker, portable, prefix, repairing, restoring, room, upkeep
+from k3_sessions.blobs import Blobs, write_file
 from k3_sessions.catalog import Catalog, check_name, file_id
 from k3_sessions.common import check_json, now
 from k3_sessions.config import StoreConfig
 from k3_sessions.errors import (
     BadDraft,
     BadName,
-    Damaged,
-    FormatUnsupported,
     NetworkFilesystem,
     SessionExists,
     SessionMissing,
@@ -29,12 +27,11 @@ from k3_sessions.errors import (
 from k3_sessions.fs import NETWORK_TYPES, FileSystem, RealFS
 from k3_sessions.identity import check_layout, layout_digest
 from k3_sessions.locks import Locks
-from k3_sessions.records import Kept, Ref, TurnRecord, seal, unseal
+from k3_sessions.records import Kept, Ref, TurnRecord
 from k3_sessions.types import Array, Identity, RestoredState, RestorePlan, Session, StateLayout, Turn
 from k3_sessions.writer import SessionWriter
 
 T = TypeVar("T")
-FOLDERS = ("objects", "refs", "locks", "quarantine")
 MIN_ID = 6
 """Fewest digits of a turn id that select a turn."""
 
@@ -77,63 +74,15 @@ class Store(Locks):
                     "a local file system, because locks and renames must not depend on another machine",
                     "point K3_HOME at a local disk, or force it if nothing else will use the store",
                 )
-            fault = cls._check_format(fs, mend)
+            fault = marker.check_format(fs, mend)
         store = cls(fs, config)
         store.format_fault = fault
         return store
 
-    @classmethod
-    def _check_format(cls, fs: FileSystem, mend: bool) -> str:
-        """Make sure that `fs` holds a store, or make one; what is wrong with its FORMAT file, if `mend` allows that."""
-        names = [name for name in fs.names("") if not name.startswith(TEMP_PREFIX)]
-        fault = ""
-        if "FORMAT" not in names and mend and {"objects", "refs"} <= set(names) <= set(FOLDERS):
-            fault = "FORMAT is missing"
-        if "FORMAT" in names or fault:
-            try:
-                if not fault:
-                    unseal(fs.read("FORMAT"), "store", "FORMAT")
-            except Damaged as error:
-                if not mend:
-                    raise
-                fault = str(error)
-            if lacking := " and ".join(sorted({"objects", "refs"} - set(names))):
-                raise Damaged(f"{fs.where} has no folder {lacking}", "a whole store", "copy it again", object=lacking)
-            for folder in sorted({"locks", "quarantine"} - set(names)):
-                fs.make_dir(folder)  # empty ones hold nothing, and some tools that copy folders leave them out
-            return fault
-        foreign = sorted(set(names) - set(FOLDERS))
-        if foreign or any(fs.names(name) for name in names if name != "locks"):
-            raise FormatUnsupported(
-                f"{fs.where} has no FORMAT file but holds {', '.join(foreign or names)[:80]}",
-                "a session store or an empty folder",
-                "choose another folder" if foreign else "run `k3 repair` if this was a store",
-            )
-        # FORMAT is written last: until it is there, the folder counts as empty.
-        for folder in FOLDERS:
-            fs.make_dir(folder)
-        # Made now, so that readers of a store that later turns read-only can still take them. Held while FORMAT is
-        # written, so that a process that is through already does not collect the unfinished file.
-        held = [fs.lock(f"locks/{lock}", shared=True, wait=1.0) for lock in ("store", "refs")]
-        try:
-            # The folders must be on disk first: a FORMAT without them would be a store that cannot be written.
-            fs.sync_dir("")
-            cls._write_format(fs)
-        finally:
-            for lock in held:
-                if lock is not None:
-                    fs.unlock(lock)
-        return ""
-
-    @staticmethod
-    def _write_format(fs: FileSystem) -> None:
-        write_file(fs, "FORMAT", [seal({"k3": "store", "hash": "sha256"})])
-        fs.sync_dir("")
-
     def write_format(self) -> None:
         """Write the FORMAT file of a store that was opened to be mended."""
         with os_errors("writing FORMAT"):
-            self._write_format(self.fs)
+            marker.write_format(self.fs)
         self.format_fault = ""
 
     def pool(self) -> ThreadPoolExecutor:
