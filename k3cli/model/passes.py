@@ -106,7 +106,9 @@ def stacked(layers: list[KdaWeights], lower_bound: float | None, eps: float) -> 
     """The small KDA weights of all layers as one tensor each, for a replay of all of them; the layers keep views."""
     whole: dict[str, Tensor] = {}
     for name in ("conv", "A_log", "dt_bias", "o_norm"):
-        whole[name] = torch.stack([getattr(layer, name) for layer in layers])
+        parts = [getattr(layer, name) for layer in layers]
+        # Convolution weights are stored tap by tap, as the kernel reads them.
+        whole[name] = torch.stack([part.mT for part in parts]).mT if name == "conv" else torch.stack(parts)
         for layer, part in zip(layers, whole[name], strict=True):
             setattr(layer, name, part)
     return StepWeights(**whole, lower_bound=lower_bound, norm_eps=eps)

@@ -43,7 +43,7 @@ class Layers:
         fp32 = torch.float32
         log = kda.StepLog(normal(depth, W, width), normal(depth, W, heads, K), normal(depth, W, heads))
         w = kda.StepWeights(
-            normal(depth, width, 4, dtype=fp32) * 0.5,
+            normal(depth, 4, width, dtype=fp32).mT * 0.5,
             normal(depth, heads, dtype=fp32),
             normal(depth, heads, K, dtype=fp32) - 1,
             normal(depth, V, dtype=fp32),

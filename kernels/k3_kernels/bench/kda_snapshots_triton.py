@@ -24,6 +24,7 @@ from k3_kernels.kda.step_triton import (
     _log_decay,
     _over_k,
     _slot,
+    _tap_by_tap,
     _taps,
     tile,
 )
@@ -48,7 +49,7 @@ def snapshot_kernel(
     rows = (rr * RW + rw) * RL + rl
     channels = (ka * KL + kl) * KI + ki
     wide = channels + (rw + rl) * 0
-    tall = rows * one + kl * 0
+    tall = rr * (RW * RL) + (rw * RL + rl) * one + kl * 0
     lane = kl + rows * 0 == 0
     kk = tl.arange(0, K)
     vv = tl.arange(0, V)
@@ -57,16 +58,16 @@ def snapshot_kernel(
     at = states + h * V * K
     cell = rows * K + channels
     size = H * V * K
-    S = tl.load(at + _slot(here + W - 1, W) * size + cell)
-
     q_at = h * K + kk[None, :]
     k_at = q_at + HK
     v_at = 2 * HK + h * V + vv[None, :]
-    q_taps = _taps(weight + h * K * 4, K)
-    k_taps = _taps(weight + (HK + h * K) * 4, K)
-    v_taps = _taps(weight + (2 * HK + h * V) * 4, V)
-    rate = tl.exp(tl.load(A_log + h))
+    q_taps = _taps(weight, C, q_at)
+    k_taps = _taps(weight, C, k_at)
+    v_taps = _taps(weight, C, v_at)
+    rate = tl.load(A_log + h)
     shift = tl.load(dt_bias + q_at)
+    S = tl.load(at + _slot(here + W - 1, W) * size + cell)
+    rate = tl.exp(rate)
     for base in range(0, n, ROWS):
         q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, f_rows, b_rows = _inputs(
             base, n, 0, here, W, conv, C, x, C, x, x_row, f, f, f_row, b, b, b_row, H, h, q_at, k_at, v_at, K
@@ -88,14 +89,21 @@ def snapshot_kernel(
         tl.store(lines + t * LINE + 3 * K + V, beta, mask=t < n)
     tl.debug_barrier()
     o_at = outputs + h * W * V
+    key = tl.load(lines + wide)
+    decay = tl.load(lines + K + wide)
+    q = tl.load(lines + 2 * K + wide)
     for t in range(n):
         line = lines + t * LINE
-        key = tl.load(line + wide)
-        S *= tl.load(line + K + wide)
-        u = (tl.load(line + 3 * K + tall) - _over_k(S * key)) * tl.load(line + 3 * K + V)
+        ahead = lines + tl.minimum(t + 1, n - 1) * LINE
+        value = tl.load(line + 3 * K + tall)
+        beta = tl.load(line + 3 * K + V)
+        S *= decay
+        decay = tl.load(ahead + K + wide)
+        u = (value - _over_k(S * key)) * beta
         S += u * key
-        o = _over_k(S * tl.load(line + 2 * K + wide))
-        tl.store(o_at + t * V + tall, o + kl * 0, mask=lane)
+        key = tl.load(ahead + wide)
+        tl.store(o_at + t * V + tall, _over_k(S * q) + kl * 0, mask=lane)
+        q = tl.load(ahead + 2 * K + wide)
         tl.store(at + _slot(here + t, W) * size + cell, S)
     tl.debug_barrier()
     logits = _gate(h, here, n, W, gate, gate_row, SLOTS, V)
@@ -114,7 +122,7 @@ def snapshot_step(
     scratch = torch.empty(H * W * (3 * K + V + PAD.value), dtype=torch.float32, device=x.device)
     outputs = torch.empty(H * W * V, dtype=torch.float32, device=x.device)
     snapshot_kernel[(H,)](
-        x, f, b, gate, w.conv, w.A_log, w.dt_bias, w.o_norm, states, conv, cursor, scratch, outputs, out,
+        x, f, b, gate, _tap_by_tap(w.conv), w.A_log, w.dt_bias, w.o_norm, states, conv, cursor, scratch, outputs, out,
         x.stride(0) // 4, f.stride(0) // 4, b.stride(0), gate.stride(0) // 4, H, W, n, 1, w.norm_eps, w.lower_bound,
         SLOTS=8 if W <= 8 else 16, K=K, V=V, **cut.shape(K, V), num_warps=cut.warps,
     )  # fmt: skip

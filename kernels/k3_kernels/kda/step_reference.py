@@ -21,7 +21,8 @@ from k3_kernels.norm import gated_rms_norm
 class StepWeights(NamedTuple):
     """Weights of one layer. `commit` takes all layers at once: a leading layer dimension on the first four.
 
-    conv [2HK + HV, w] fp32, last column for the current row; A_log [H], dt_bias [H, K], o_norm [V] fp32;
+    conv [2HK + HV, w] fp32, last column for the current row, best stored as [w, 2HK + HV] (`.mT` of such a tensor: the
+    kernel reads tap by tap, and copies others in every call); A_log [H], dt_bias [H, K], o_norm [V] fp32;
     lower_bound: of the gate's log decay, None for the unbounded gate; norm_eps: of the output norm.
     """
 

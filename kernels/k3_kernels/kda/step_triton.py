@@ -54,7 +54,10 @@ def _inputs(
     base, total, accepted, first, W, conv, conv_row, log_x, C, x, x_row, log_f, f, f_row, log_b, b, b_row, H, h,
     q_at, k_at, v_at, K: tl.constexpr
 ):  # fmt: skip
-    """What rows base and on are made of: the four convolution inputs of q, k and v, oldest first, then f and b."""
+    """What rows base and on are made of: the four convolution inputs of q, k and v, oldest first, then f and b.
+
+    Rows behind the last hold anything, and nothing made of them is stored.
+    """
     t = base + tl.arange(0, ROWS)
     inside = (t < total)[:, None]
     slot = _slot(first + t, W)
@@ -65,31 +68,28 @@ def _inputs(
     f_line = tl.where(t < accepted, log_f + slot * H * K, f + slot * f_row)
     b_line = tl.where(t < accepted, log_b + slot * H, b + slot * b_row)
     return (
-        tl.load(p0 + q_at, mask=inside, other=0),
-        tl.load(p1 + q_at, mask=inside, other=0),
-        tl.load(p2 + q_at, mask=inside, other=0),
-        tl.load(p3 + q_at, mask=inside, other=0),
-        tl.load(p0 + k_at, mask=inside, other=0),
-        tl.load(p1 + k_at, mask=inside, other=0),
-        tl.load(p2 + k_at, mask=inside, other=0),
-        tl.load(p3 + k_at, mask=inside, other=0),
-        tl.load(p0 + v_at, mask=inside, other=0),
-        tl.load(p1 + v_at, mask=inside, other=0),
-        tl.load(p2 + v_at, mask=inside, other=0),
-        tl.load(p3 + v_at, mask=inside, other=0),
-        tl.load(f_line[:, None] + q_at, mask=inside, other=0),
-        tl.load(b_line + h, mask=t < total, other=0),
+        tl.load(p0 + q_at, mask=inside),
+        tl.load(p1 + q_at, mask=inside),
+        tl.load(p2 + q_at, mask=inside),
+        tl.load(p3 + q_at, mask=inside),
+        tl.load(p0 + k_at, mask=inside),
+        tl.load(p1 + k_at, mask=inside),
+        tl.load(p2 + k_at, mask=inside),
+        tl.load(p3 + k_at, mask=inside),
+        tl.load(p0 + v_at, mask=inside),
+        tl.load(p1 + v_at, mask=inside),
+        tl.load(p2 + v_at, mask=inside),
+        tl.load(p3 + v_at, mask=inside),
+        tl.load(f_line[:, None] + q_at, mask=inside),
+        tl.load(b_line + h, mask=t < total),
     )
 
 
 @triton.jit
-def _taps(weight, WIDTH: tl.constexpr):
-    """[WIDTH, 4] convolution weights as four vectors [1, WIDTH]."""
-    w = tl.load(weight + tl.arange(0, WIDTH)[:, None] * 4 + tl.arange(0, 4)[None, :])
-    even, odd = tl.split(tl.reshape(w, (WIDTH, 2, 2)))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    return w0[None, :], w1[None, :], w2[None, :], w3[None, :]
+def _taps(weight, C, channel):
+    """The four taps of channels [1, WIDTH], oldest row first."""
+    at = weight + channel
+    return tl.load(at), tl.load(at + C), tl.load(at + 2 * C), tl.load(at + 3 * C)
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def step_kernel(
     x, f, b, gate, weight, A_log, dt_bias, norm, recurrent, conv, log_x, log_f, log_b, cursor, scratch, outputs, out,
     x_row, f_row, b_row, gate_row, state_slot, state_layer, conv_slot, conv_layer, conv_row, layers, H, W, n, one,
     eps, bound,
-    BOUND: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    WARM: tl.constexpr, BOUND: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr, RL: tl.constexpr, KL: tl.constexpr, KI: tl.constexpr,
 ):  # fmt: skip
     """Programs take the layers x H heads in turn. one: 1, hidden from the compiler.
@@ -216,7 +216,7 @@ def step_kernel(
     # Addresses that repeat over warps and lanes, of the shape that gets the state's own layout. `one` hides that rows
     # are neighbours: their layout has to follow from the shape, not from the addresses.
     wide = channels + (rw + rl) * 0
-    tall = rows * one + kl * 0
+    tall = rr * (RW * RL) + (rw * RL + rl) * one + kl * 0
     lane = kl + rows * 0 == 0
     kk = tl.arange(0, K)
     vv = tl.arange(0, V)
@@ -232,20 +232,20 @@ def step_kernel(
         q_at = h * K + kk[None, :]
         k_at = q_at + HK
         v_at = 2 * HK + h * V + vv[None, :]
-        # The small loads go out before those of the state, and those of the next rows before these are worked on.
+        # Loads go out before anything waits for one: weights, rows, state; the next rows' once these are convolved.
+        weights = weight + layer * C * 4
+        q_taps = _taps(weights, C, q_at)
+        k_taps = _taps(weights, C, k_at)
+        v_taps = _taps(weights, C, v_at)
+        rate = tl.load(A_log + layer * H + h)
+        shift = tl.load(dt_bias + layer * HK + q_at)
         q0, q1, q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, f_rows, b_rows = _inputs(
             0, total, accepted, first, W, conv_at, conv_row, log_x_at, C, x, x_row, log_f_at, f, f_row, log_b_at, b,
             b_row, H, h, q_at, k_at, v_at, K
         )  # fmt: skip
-        weights = weight + layer * C * 4
-        q_taps = _taps(weights + h * K * 4, K)
-        k_taps = _taps(weights + (HK + h * K) * 4, K)
-        v_taps = _taps(weights + (2 * HK + h * V) * 4, V)
-        rate = tl.exp(tl.load(A_log + layer * H + h))
-        shift = tl.load(dt_bias + layer * HK + q_at)
         state = recurrent + entry * state_slot + layer * state_layer + h * V * K + rows * K + channels
-        held = tl.load(state)
-        S = held.to(tl.float32)
+        S = tl.load(state).to(tl.float32)
+        rate = tl.exp(rate)
         for base in range(0, total, ROWS):
             q = _convolved(q0, q1, q2, q3, q_taps)
             key = _convolved(k0, k1, k2, k3, k_taps)
@@ -286,29 +286,37 @@ def step_kernel(
         norm_weight = tl.load(norm + vv)
 
         o_at = outputs + item * W * V
+        # Each vector of the next line is loaded as soon as this line's has been used for the last time.
         key = tl.load(lines + wide)
         decay = tl.load(lines + K + wide)
-        for t in range(total):
-            line = lines + t * LINE
-            ahead = lines + tl.minimum(t + 1, total - 1) * LINE
-            next_key = tl.load(ahead + wide)
-            next_decay = tl.load(ahead + K + wide)
-            value = tl.load(line + 3 * K + tall)
-            beta = tl.load(line + 3 * K + V)
-            S *= decay
-            u = (value - _over_k(S * key)) * beta
-            S += u * key
-            if t >= accepted:
-                q = tl.load(line + 2 * K + wide)
-                o = _over_k(S * q)
-                tl.store(o_at + (t - accepted) * V + tall, o + kl * 0, mask=lane)
-            # What a stored state would hold: a bf16 state is rounded behind every row.
-            held = S.to(recurrent.dtype.element_ty)
-            S = held.to(tl.float32)
-            if t == accepted - 1:
-                tl.store(state, held)
-            key, decay = next_key, next_decay
+        q = tl.load(lines + 2 * K + wide)
+        if WARM:
+            touch = tl.zeros((4 * K,), tl.float32)
+            spot = lines + tl.arange(0, 4 * K)
+        # Two phases, replay and window, of one loop: `one` keeps the compiler from making two loops of it.
+        for phase in range(one + 1):
+            for t in range(accepted * phase, accepted + n * phase):
+                if WARM:
+                    touch = tl.minimum(touch, tl.load(spot + tl.minimum(t + 2, total - 1) * LINE))
+                line = lines + t * LINE
+                ahead = lines + tl.minimum(t + 1, total - 1) * LINE
+                value = tl.load(line + 3 * K + tall)
+                beta = tl.load(line + 3 * K + V)
+                S *= decay
+                decay = tl.load(ahead + K + wide)
+                u = (value - _over_k(S * key)) * beta
+                S += u * key
+                key = tl.load(ahead + wide)
+                if t >= accepted:
+                    tl.store(o_at + (t - accepted) * V + tall, _over_k(S * q) + kl * 0, mask=lane)
+                q = tl.load(ahead + 2 * K + wide)
+                # What a stored state would hold: a bf16 state is rounded behind every row.
+                S = S.to(recurrent.dtype.element_ty).to(tl.float32)
+            if (phase == 0) & (accepted > 0):
+                tl.store(state, S.to(recurrent.dtype.element_ty))
         tl.debug_barrier()
+        if WARM:
+            tl.store(spot, touch, mask=touch > 1)
         if n > 0:
             _finish(h, here, n, W, o_at, logits, norm_weight, out, eps, H, SLOTS, V)
 
@@ -351,6 +359,7 @@ class Tile:
 
     KL: int
     warps: int
+    warm: int = 0
 
     def shape(self, K: int, V: int) -> dict[str, int]:
         """RR, KA, RW, RL, KL, KI; the tile fills all lanes of all warps."""
@@ -438,10 +447,10 @@ def _launch(
     windows = (conv.stride(0) // 4, conv.stride(1) // 4, conv.stride(2) // 4)
     bound = w.lower_bound
     step_kernel[(programs,)](
-        *rows, w.conv, w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, scratch, outputs, out,
+        *rows, _tap_by_tap(w.conv), w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, scratch, outputs, out,
         *strides, recurrent.stride(0) // 16, recurrent.stride(1) // 16, *windows, layers, H, W, n, 1,
         w.norm_eps, 0.0 if bound is None else bound,
-        BOUND=bound is not None, SLOTS=8 if W <= 8 else 16, K=K, V=V, **cut.shape(K, V),
+        WARM=cut.warm, BOUND=bound is not None, SLOTS=8 if W <= 8 else 16, K=K, V=V, **cut.shape(K, V),
         num_warps=cut.warps,
     )  # fmt: skip
 
@@ -450,6 +459,12 @@ def _aligned(rows: Tensor) -> Tensor:
     """Rows the kernel may read four values at a time; others are copied."""
     fits = rows.stride(-1) == 1 and rows.stride(0) % 4 == 0 and rows.data_ptr() % 16 == 0
     return rows if fits else rows.contiguous()
+
+
+def _tap_by_tap(conv: Tensor) -> Tensor:
+    """Convolution weights [..., C, 4] as the kernel reads them, all channels of a tap in a row; a copy if need be."""
+    taps = conv.mT
+    return taps if taps.is_contiguous() else taps.contiguous()
 
 
 @cache
