@@ -3,7 +3,8 @@
 Many tokens: one program a token reads its sources (up to 16 rows) once and keeps them in registers, as they came, from
 the scores to the sum; two reductions go across the program.
 
-Few tokens: a program would be alone on its processor and bound by its instructions, so the width is cut into chunks.
+Few tokens with more than six sources: a program would be alone on its processor and bound by its instructions, so the
+width is cut into chunks.
 `_gram` multiplies a chunk of the sources with itself and with the query; those products are all that scores, squares
 and the square of the mix are made of. `_apply` adds them up over the chunks, in order, and mixes its own chunk.
 """
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW, CHUNK = 16, 512
+FEW, FEW_SOURCES, CHUNK = 16, 6, 512
 
 
 @triton.jit
@@ -105,11 +106,8 @@ def _gram(
     D: tl.constexpr,
     CHUNK: tl.constexpr,
     ADD: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """grams[t, chunk] [16, 16]: products of sources over a chunk, and in column 15 those with the query."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1)
     column = c * CHUNK + tl.arange(0, CHUNK)
@@ -145,15 +143,12 @@ def _apply(
     D: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     row = tl.arange(0, 16)
     inside = column < D
     w = tl.load(weight + column, mask=inside, other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     at = sources + row[:, None].to(tl.int64) * stride_m + t * stride_t + column[None, :]
     x = tl.load(at, mask=(row < M)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     gram = tl.zeros((16, 16), tl.float32)
@@ -179,24 +174,23 @@ def mix_norm(
     add: Tensor | None = None,
     *,
     few: int = FEW,
+    few_sources: int = FEW_SOURCES,
     chunk: int = CHUNK,
     warps: int = 16,
-    early: bool = False,
 ) -> Tensor:
     """The kernel's form of `k3_kernels.attnres.mix_norm`, without the norm when there is no weight."""
     M, T, D = sources.shape
-    early = early and sources.is_cuda
     out = torch.empty(T, D, dtype=sources.dtype, device=sources.device)
-    if 0 < T <= few and M < 16 and weight is not None:
+    if 0 < T <= few and few_sources < M < 16 and weight is not None:
         chunks = triton.cdiv(D, chunk)
         grams = torch.empty(T, chunks, 16, 16, dtype=torch.float32, device=sources.device)
         _gram[(T, chunks)](
             sources, sources.stride(0), sources.stride(1), query, out if add is None else add, grams,
-            M, D, chunk, add is not None, early, num_warps=4,
+            M, D, chunk, add is not None, num_warps=4,
         )  # fmt: skip
         _apply[(T, chunks)](
             sources, sources.stride(0), sources.stride(1), grams, weight, out, mix_eps, norm_eps,
-            M, D, chunks, chunk, early, num_warps=4, launch_pdl=early,
+            M, D, chunks, chunk, num_warps=4,
         )  # fmt: skip
     elif T:
         BD = max(8, triton.next_power_of_2(D))

@@ -23,8 +23,10 @@ from k3_kernels.moe.window_triton import _down, _pair, _place, _up
 
 STEP = 128
 """Columns of weights a step covers; expert dimensions are multiples of it."""
-NARROW = 24
+NARROW = 12
 """Mean tokens of an expert up to which the window's kernels run."""
+COSTS = {64: 13.8, 128: 25.0, 192: 36.9}
+"""Milliseconds of one tile of this height for each of K3's experts, on an H200: close to proportional to the height."""
 
 
 @triton.jit
@@ -251,6 +253,13 @@ def _tiles(ids: Tensor, experts: int, height: int) -> tuple[Tensor, Tensor]:
     return torch.where(expert < experts, expert, -1).int(), member.int().contiguous()
 
 
+def _heights(mean: float) -> tuple[int, int]:
+    """(tile, rest): the rows that cost least when experts have `mean` tokens, give or take its square root."""
+    likely = mean + 1.3 * mean**0.5
+    height = min(COSTS, key=lambda rows: COSTS[rows] * -(-likely // rows))
+    return min(height, 128), max(height - 128, 0)
+
+
 def experts_grouped(
     z: Tensor,
     ids: Tensor,
@@ -260,11 +269,10 @@ def experts_grouped(
     *,
     narrow: int = NARROW,
     narrow_tile: int = 16,
-    tile: int = 128,
-    rest: int = 64,
+    tile: int | None = None,
+    rest: int = 0,
     columns: int = 128,
     warps: int = 8,
-    stages: int = 2,
 ) -> Tensor:
     """The kernels' form of `k3_kernels.moe.experts_grouped`; the tile sizes are for benchmarks."""
     T, k = ids.shape
@@ -288,6 +296,9 @@ def experts_grouped(
     beta, linear_beta = constants(act)
     asm = z.is_cuda
     if wide:
+        if tile is None:
+            tile, rest = _heights(mean)
+        stages = 2 if rest else 3
         height = tile + rest
         used, member = _tiles(ids, E, height)
         _wide_up[(2 * F // columns, used.numel())](
@@ -301,16 +312,16 @@ def experts_grouped(
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     else:
-        height = 8 if mean <= 6 else 16 if mean <= 12 else 32
+        height = 8 if mean <= 6 else 16
         used, member = _tiles(ids, E, height)
         _up[(triton.cdiv(2 * F, narrow_tile), used.numel())](
             rows, w13, s13, used, member, inner,
-            L, F, k, L, F, beta, linear_beta, narrow_tile, height, packed, 2, True, True, asm, False,
+            L, F, k, L, F, beta, linear_beta, narrow_tile, height, packed, 2, asm,
             num_warps=1, num_stages=1,
         )  # fmt: skip
         _down[(triton.cdiv(L, narrow_tile), used.numel())](
             inner, w2, s2, used, member, parts,
-            L, F, F, narrow_tile, height, packed, 2, True, True, asm, False,
+            L, F, F, narrow_tile, height, packed, 2, asm,
             num_warps=1, num_stages=1,
         )  # fmt: skip
     _sum[(triton.cdiv(L, 512), T)](parts, weights, out, k, L, 512, num_warps=4)

@@ -1,9 +1,9 @@
 """The router on the device: one product with the gate, one selection.
 
-The product is exact in its factors: a bf16 gate is what it is, an fp32 one is cut into three bf16 numbers, 24 bits
-together, and the sums are fp32. For a window, `_scores` reads the gate once, a warp for 16 experts and a share of the
-columns; many rows use one library product. `_select` adds the parts of a score in a fixed order and picks the best
-expert k times; equal scores go to the lower id.
+bf16 rows times an fp32 gate run on the matrix units without losing a bit of any factor: the gate is split into three
+bf16 numbers, which hold 24 bits together, and the sums are fp32. For a window, `_scores` reads the gate once, one warp
+for 16 experts and a share of the columns; many rows use one library product. `_select` adds the parts of a score in a
+fixed order and picks the best expert k times; equal scores go to the lower id.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 WINDOW = 16
-SHARE = 512
+SHARE: int = 1024
 """Columns of the gate for one program of a window."""
 
 
@@ -28,17 +28,16 @@ def _cut(w):
 
 @triton.jit
 def _scores(
-    x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr
+    x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, BK: tl.constexpr
 ):
-    """parts[share, t, e] = gate[e] . x[t] over the share's columns, for 16 experts; all loads are in flight at once."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    """parts[share, t, e] = gate[e] . x[t] over the share's columns."""
     e = tl.program_id(0) * 16 + tl.arange(0, 16)
     t = tl.arange(0, R)
-    k = tl.program_id(1) * SHARE + tl.arange(0, 128)
+    k = tl.arange(0, BK)
+    first = tl.program_id(1) * SHARE
     acc = tl.zeros((16, R), tl.float32)
-    for step in tl.static_range(SHARE // 128):
-        column = k + step * 128
+    for start in range(first, min(first + SHARE, D), BK):
+        column = start + k
         w = tl.load(gate + e[:, None] * D + column[None, :], mask=(e < E)[:, None] & (column < D)[None, :], other=0.0)
         b = tl.load(x + t[None, :] * D + column[:, None], mask=(t < T)[None, :] & (column < D)[:, None], other=0.0)
         if x.dtype.element_ty == tl.float32:
@@ -79,10 +78,7 @@ def _select(
     RENORMALIZE: tl.constexpr,
     BE: tl.constexpr,
     BK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BE)
     at = parts + t * stride_t
@@ -103,13 +99,10 @@ def _select(
     tl.store(weights + t * K + j, weight * scale, mask=j < K)
 
 
-def route(
-    x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, scale: float, *, early: bool = False
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The kernels' form of `k3_kernels.moe.route` without groups; x, gate and bias contiguous."""
     T, D = x.shape
     E = gate.shape[0]
-    early = early and x.is_cuda and T <= WINDOW
     ids = torch.empty(T, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(T, top_k, dtype=torch.float32, device=x.device)
     if T == 0:
@@ -118,15 +111,15 @@ def route(
         P = triton.cdiv(D, SHARE)
         parts = torch.empty(P, T, E, dtype=torch.float32, device=x.device)
         R = 8 if T <= 8 else 16
-        _scores[(triton.cdiv(E, 16), P)](x, gate, parts, T, D, E, R, SHARE, early, num_warps=1)
+        _scores[(triton.cdiv(E, 16), P)](x, gate, parts, T, D, E, R, SHARE, 64, num_warps=1, num_stages=3)
         stride_p, stride_t = parts.stride(0), parts.stride(1)
     else:
         P, parts = _many(x, gate)
         stride_p, stride_t = E, parts.stride(0)
     _select[(T,)](
         parts, bias, ids, weights, stride_p, stride_t, scale,
-        E, top_k, P, renormalize, triton.next_power_of_2(E), max(2, triton.next_power_of_2(top_k)), early,
-        num_warps=4, launch_pdl=early,
+        E, top_k, P, renormalize, triton.next_power_of_2(E), max(2, triton.next_power_of_2(top_k)),
+        num_warps=1,
     )  # fmt: skip
     return ids, weights
 

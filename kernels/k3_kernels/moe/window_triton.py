@@ -57,10 +57,7 @@ def _prepare(
     BK: tl.constexpr,
     BL: tl.constexpr,
     PACKED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0)
     position = tl.load(cursor)
     slot = (position + i) % W
@@ -119,9 +116,8 @@ def _decoded(x, scale, Q: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, A
 def _columns(
     z, acc, x, scale, start, live, WIDTH: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr
 ):
-    """One step of 128 columns, scales [BN, 4]: acc [BN, R] += weights . rows."""
+    """One step of 128 columns: acc [BN, R] += weights . rows."""
     k = tl.arange(0, 32)
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, 4, 4)), (BN, 16))
     for q in tl.static_range(4):
         a = _decoded(x, scale, q, BN, z.dtype.element_ty, ASM)
         inside = live
@@ -133,12 +129,14 @@ def _columns(
 
 
 @triton.jit
-def _words(at, rows, words, WHOLE: tl.constexpr):
-    """A step's words, or the scales of its words; beyond the matrix, zeros."""
-    if WHOLE:
-        return tl.load(at)
+def _words(at, scale_at, rows, words, EVEN: tl.constexpr, FULL: tl.constexpr):
+    """A step's words and their scales; beyond the matrix, zeros."""
+    if EVEN and FULL:
+        x, s = tl.load(at), tl.load(scale_at)
     else:
-        return tl.load(at, mask=rows[:, None] & words[None, :], other=0)
+        inside = rows[:, None] & words[None, :]
+        x, s = tl.load(at, mask=inside, other=0), tl.load(scale_at, mask=inside, other=0)
+    return x, s
 
 
 @triton.jit
@@ -155,10 +153,7 @@ def _product(
     R: tl.constexpr,
     PACKED: tl.constexpr,
     UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    HINT: tl.constexpr,
     ASM: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Rows [BN] of one expert's matrix (w, scales: its first element) times the rows behind z [1, R]: fp32 [BN, R]."""
     acc = tl.zeros((BN, R), tl.float32)
@@ -167,47 +162,16 @@ def _product(
         EVEN: tl.constexpr = WIDTH % (128 * UNROLL) == 0
         word = tl.arange(0, 16)
         at = w + rows[:, None] * J + word[None, :]
-        four = tl.arange(0, 4)
-        scale_at = scales + rows[:, None] * (J // 4) + four[None, :]
-        WHOLE: tl.constexpr = EVEN and FULL
-        if AHEAD:  # the next step's words are on their way while this one's are decoded
-            x = _words(at, inside, word < J, WHOLE)
-            if UNROLL == 2:
-                x1 = _words(at + 16, inside, 16 + word < J, WHOLE)
-        if EARLY:  # weights don't depend on the kernel before, rows do
-            tl.extra.cuda.gdc_wait()
+        scale_at = scales + rows[:, None] * (J // 4) + (word // 4)[None, :]
         for j in tl.range(0, J, 16 * UNROLL, num_stages=1):
-            if AHEAD:
-                following = tl.minimum(j + 16 * UNROLL, (J - 1) // (16 * UNROLL) * (16 * UNROLL))
-                y = _words(at + following, inside, following + word < J, WHOLE)
-                if UNROLL == 2:
-                    y1 = _words(at + following + 16, inside, following + 16 + word < J, WHOLE)
-                if ASM and HINT:
-                    tl.inline_asm_elementwise(
-                        "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
-                        "=r,l",
-                        [scales + rows * (J // 4) + following // 4],
-                        dtype=tl.int32,
-                        is_pure=False,
-                        pack=1,
-                    )
-            else:
-                x = _words(at + j, inside, j + word < J, WHOLE)
-                if UNROLL == 2:
-                    x1 = _words(at + j + 16, inside, j + 16 + word < J, WHOLE)
-            s = _words(scale_at + j // 4, inside, j + four * 4 < J, WHOLE)
+            x, s = _words(at + j, scale_at + j // 4, inside, j + word < J, EVEN, FULL)
+            if UNROLL == 2:
+                x1, s1 = _words(at + j + 16, scale_at + j // 4 + 4, inside, j + 16 + word < J, EVEN, FULL)
             acc = _columns(z, acc, x, s, j, live, WIDTH, BN, EVEN, ASM)
             if UNROLL == 2:
-                s1 = _words(scale_at + j // 4 + 4, inside, j + 16 + four * 4 < J, WHOLE)
                 acc = _columns(z, acc, x1, s1, j + 16, live, WIDTH, BN, EVEN, ASM)
-            if AHEAD:
-                x = y
-                if UNROLL == 2:
-                    x1 = y1
         acc *= 4611686018427387904.0  # 2^62
     else:
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
         k = tl.arange(0, 32)
         for start in tl.range(0, WIDTH, 32, num_stages=1):
             a = tl.load(w + rows[:, None] * WIDTH + start + k[None, :], mask=inside[:, None], other=0.0)
@@ -235,15 +199,9 @@ def _up(
     R: tl.constexpr,
     PACKED: tl.constexpr,
     UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    HINT: tl.constexpr,
     ASM: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """inner[pair] = act(gate, up) of BN/2 features of one expert, for every row that chose it."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(1)
     e = tl.load(used + p).to(tl.int64)
     if e >= 0:
@@ -270,10 +228,7 @@ def _up(
             R,
             PACKED,
             UNROLL,
-            AHEAD,
-            HINT,
             ASM,
-            False,
         )
         gate, up = tl.split(tl.permute(tl.reshape(found, (BN // 2, 2, R)), (0, 2, 1)))
         f = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
@@ -296,14 +251,9 @@ def _down(
     R: tl.constexpr,
     PACKED: tl.constexpr,
     UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    HINT: tl.constexpr,
     ASM: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """out[pair] fp32 = BN rows of one expert's second matrix times inner[pair]."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(1)
     e = tl.load(used + p).to(tl.int64)
     if e >= 0:
@@ -316,9 +266,7 @@ def _down(
         else:
             w += e * (L * F)
         z = inner + pair[None, :].to(tl.int64) * INNER_STRIDE
-        found = _product(
-            w, scales, rows, rows < L, z, live, F, L % BN == 0, BN, R, PACKED, UNROLL, AHEAD, HINT, ASM, EARLY
-        )
+        found = _product(w, scales, rows, rows < L, z, live, F, L % BN == 0, BN, R, PACKED, UNROLL, ASM)
         tl.store(
             out + pair[None, :].to(tl.int64) * L + rows[:, None],
             found.to(out.dtype.element_ty),
@@ -327,21 +275,8 @@ def _down(
 
 
 @triton.jit
-def _combine(
-    parts,
-    weights,
-    cursor,
-    out,
-    n,
-    W: tl.constexpr,
-    K: tl.constexpr,
-    L: tl.constexpr,
-    BL: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+def _combine(parts, weights, cursor, out, n, W: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BL: tl.constexpr):
     """out[slot] = the k outputs of a row, weighted, in the order of its ids; idle slots get zeros."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     slot = tl.program_id(1)
     i = (slot - tl.load(cursor) % W + W) % W
     column = tl.program_id(0) * BL + tl.arange(0, BL)
@@ -366,9 +301,6 @@ def experts_window(
     up_tile: int = 16,
     down_tile: int = 16,
     unroll: int = 2,
-    ahead: bool = True,
-    hint: bool = True,
-    early: bool = False,
 ) -> Tensor:
     """The kernels' form of `k3_kernels.moe.experts_window`; the tile sizes are for benchmarks."""
     W, k = ids.shape
@@ -389,26 +321,22 @@ def experts_window(
     else:
         s13, s2 = w13, w2  # not read
     asm = z.is_cuda
-    early = early and asm
     beta, linear_beta = constants(act)
     if n:
         _prepare[(n,)](
             z, z.stride(0), ids, cursor, rows, used, member, n,
-            W, k, L, width, R, triton.next_power_of_2(k), triton.next_power_of_2(L), packed, early,
+            W, k, L, width, R, triton.next_power_of_2(k), triton.next_power_of_2(L), packed,
             num_warps=8,
         )  # fmt: skip
         _up[(triton.cdiv(2 * F, up_tile), n * k)](
             rows, w13, s13, used, member, inner,
-            L, F, k, width, inner_width, beta, linear_beta, up_tile, R, packed, unroll, ahead, hint, asm, early,
-            num_warps=1, num_stages=1, launch_pdl=early,
+            L, F, k, width, inner_width, beta, linear_beta, up_tile, R, packed, unroll, asm,
+            num_warps=1, num_stages=1,
         )  # fmt: skip
         _down[(triton.cdiv(L, down_tile), n * k)](
             inner, w2, s2, used, member, parts,
-            L, F, inner_width, down_tile, R, packed, unroll, ahead, hint, asm, early,
-            num_warps=1, num_stages=1, launch_pdl=early,
+            L, F, inner_width, down_tile, R, packed, unroll, asm,
+            num_warps=1, num_stages=1,
         )  # fmt: skip
-    _combine[(triton.cdiv(L, 256), W)](
-        parts, weights, cursor, out, n, W, k, L, 256, early and n > 0,
-        num_warps=4, launch_pdl=early and n > 0,
-    )  # fmt: skip
+    _combine[(triton.cdiv(L, 256), W)](parts, weights, cursor, out, n, W, k, L, 256, num_warps=4)
     return out
