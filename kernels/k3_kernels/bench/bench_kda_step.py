@@ -152,7 +152,7 @@ def cases() -> list[Case]:
             whole = heads == 96
             for accepted, n in ((1, 1), (4, 8), (8, 8)):
                 target = {("fp32", 1): 7.0, ("bf16", 1): 5.5, ("fp32", 8): 8.0}.get((name, n)) if whole else None
-                peer = layers.peer(n) if state == torch.float32 and accepted == n else []
+                peer = layers.peer(n) if whole and state == torch.float32 and accepted == n else []
                 found.append(
                     Case(
                         "kda.step",

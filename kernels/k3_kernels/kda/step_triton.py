@@ -186,7 +186,7 @@ def step_kernel(
     x, f, b, gate, weight, A_log, dt_bias, norm, recurrent, conv, log_x, log_f, log_b, cursor, scratch, outputs, out,
     x_row, f_row, b_row, gate_row, state_slot, state_layer, conv_slot, conv_layer, conv_row, layers, H, W, n, one,
     eps, bound,
-    WARM: tl.constexpr, BOUND: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BOUND: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     RR: tl.constexpr, KA: tl.constexpr, RW: tl.constexpr, RL: tl.constexpr, KL: tl.constexpr, KI: tl.constexpr,
 ):  # fmt: skip
     """Programs take the layers x H heads in turn. one: 1, hidden from the compiler.
@@ -290,14 +290,9 @@ def step_kernel(
         key = tl.load(lines + wide)
         decay = tl.load(lines + K + wide)
         q = tl.load(lines + 2 * K + wide)
-        if WARM:
-            touch = tl.zeros((4 * K,), tl.float32)
-            spot = lines + tl.arange(0, 4 * K)
         # Two phases, replay and window, of one loop: `one` keeps the compiler from making two loops of it.
         for phase in range(one + 1):
             for t in range(accepted * phase, accepted + n * phase):
-                if WARM:
-                    touch = tl.minimum(touch, tl.load(spot + tl.minimum(t + 2, total - 1) * LINE))
                 line = lines + t * LINE
                 ahead = lines + tl.minimum(t + 1, total - 1) * LINE
                 value = tl.load(line + 3 * K + tall)
@@ -315,8 +310,6 @@ def step_kernel(
             if (phase == 0) & (accepted > 0):
                 tl.store(state, S.to(recurrent.dtype.element_ty))
         tl.debug_barrier()
-        if WARM:
-            tl.store(spot, touch, mask=touch > 1)
         if n > 0:
             _finish(h, here, n, W, o_at, logits, norm_weight, out, eps, H, SLOTS, V)
 
@@ -359,7 +352,6 @@ class Tile:
 
     KL: int
     warps: int
-    warm: int = 0
 
     def shape(self, K: int, V: int) -> dict[str, int]:
         """RR, KA, RW, RL, KL, KI; the tile fills all lanes of all warps."""
@@ -450,7 +442,7 @@ def _launch(
         *rows, _tap_by_tap(w.conv), w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, scratch, outputs, out,
         *strides, recurrent.stride(0) // 16, recurrent.stride(1) // 16, *windows, layers, H, W, n, 1,
         w.norm_eps, 0.0 if bound is None else bound,
-        WARM=cut.warm, BOUND=bound is not None, SLOTS=8 if W <= 8 else 16, K=K, V=V, **cut.shape(K, V),
+        BOUND=bound is not None, SLOTS=8 if W <= 8 else 16, K=K, V=V, **cut.shape(K, V),
         num_warps=cut.warps,
     )  # fmt: skip
 
