@@ -12,22 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from k3_kernels.kda.step_reference import StepWeights
-from k3_kernels.kda.step_triton import (
-    L2_EPS,
-    PAD,
-    ROWS,
-    _axes,
-    _convolved,
-    _finish,
-    _gate,
-    _inputs,
-    _log_decay,
-    _over_k,
-    _slot,
-    _tap_by_tap,
-    _taps,
-    tile,
-)
+from k3_kernels.kda.step_rows_triton import ROWS, _convolved, _finish, _gate, _inputs, _log_decay, _slot, _taps
+from k3_kernels.kda.step_triton import L2_EPS, PAD, _axes, _over_k, _tap_by_tap, tile
 
 
 @triton.jit
