@@ -62,7 +62,7 @@ def commit() -> str:
             ["git", "status", "--porcelain", "--untracked-files=no"], cwd=folder, capture_output=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("K3_BENCH_COMMIT", f"release {k3cli.__version__}")
+        return f"release {k3cli.__version__}"
     return head.stdout.decode().strip() + ("+" if state.stdout.strip() else "")
 
 
