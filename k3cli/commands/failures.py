@@ -62,8 +62,23 @@ def as_k3_error(problem: Exception) -> K3Error | None:
         return FitError(
             "memory ran out", do="try a smaller --max-tokens or a smaller model; `k3 doctor` shows what fits"
         )
+    if _refused_memory(problem):
+        return FitError(
+            "memory ran out: the system refused room for a library, a thread or a buffer",
+            do="free some, or raise the limit this process has (ulimit -v, ulimit -u)",
+        )
     if isinstance(problem, OSError) and problem.filename is not None:
         return K3Error(f"{problem.filename}: {problem.strerror}")
     if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
         return K3Error("a write failed: no space left", do="make room where the output goes")
     return None
+
+
+_NO_MEMORY = ("failed to map segment", "cannot allocate memory", "can't allocate memory", "can't start new thread")
+
+
+def _refused_memory(problem: Exception) -> bool:
+    """Whether the system gave no memory; the loader, threads and torch tell that only in words."""
+    if isinstance(problem, OSError) and problem.errno == errno.ENOMEM:
+        return True
+    return isinstance(problem, (ImportError, RuntimeError)) and any(word in str(problem).lower() for word in _NO_MEMORY)

@@ -99,7 +99,16 @@ def test_an_unexpected_failure_keeps_its_traceback(failing, k3, monkeypatch) -> 
 
 
 def test_memory_and_files() -> None:
-    assert type(as_k3_error(MemoryError())) is errors.FitError
+    for refused in (
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+    ):
+        assert type(as_k3_error(refused)) is errors.FitError, refused
+    assert as_k3_error(ImportError("no module named x")) is None
+    assert as_k3_error(RuntimeError("shapes differ")) is None
     named = as_k3_error(PermissionError(13, "Permission denied", "/some/file"))
     assert str(named) == "/some/file: Permission denied"
     assert as_k3_error(KeyError("x")) is None
