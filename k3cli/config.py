@@ -66,8 +66,8 @@ def _device(value: Any) -> str:
 
 
 def _spec(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"auto|off|suffix|dspark(:.+)?", value):
-        raise _InvalidError("auto, off, suffix, dspark or dspark:DIR")
+    if not isinstance(value, str) or not re.fullmatch(r"auto|off|suffix|(dspark|both)(:.+)?", value):
+        raise _InvalidError("auto, off, suffix, dspark[:DIR] or both[:DIR]")
     return value
 
 

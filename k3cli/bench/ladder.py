@@ -26,9 +26,10 @@ FLUSH_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """depths: positions to measure at, ascending. prompt: tokens of a prefill cell. windows: rows of verify cells.
+    """depths: positions to measure at, ascending. prompt: tokens of a prefill cell, 0: none.
 
-    steps: decode steps of a cell. repeats: prefill samples. chunk: tokens of a prefill chunk. cold: empty the L2 first.
+    windows: rows of verify cells. steps: decode steps of a cell. repeats: prefill samples. chunk: tokens of a prefill
+    chunk. cold: empty the L2 first.
     """
 
     depths: tuple[int, ...]
@@ -66,10 +67,11 @@ class Ladder:
                 yield results.add({**cell, **self._guarded(work)})
 
     def _cells(self, depth: int) -> Iterator[tuple[Row, Callable[[], Row]]]:
-        yield (
-            {"row": "prefill", "depth": depth, "tokens": self.plan.prompt},
-            lambda: self._prefill_cell(depth),
-        )
+        if self.plan.prompt:
+            yield (
+                {"row": "prefill", "depth": depth, "tokens": self.plan.prompt},
+                lambda: self._prefill_cell(depth),
+            )
         for n in self.plan.windows:
             kind = "decode" if n == 1 else "verify"
             yield {"row": kind, "depth": depth, "tokens": n}, lambda n=n: self._step_cell(depth, n)  # type: ignore[misc]

@@ -45,7 +45,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Ask:
-    """What the user wants. top: climb up to it; depths: exactly these; both None: a few low rungs."""
+    """What the user wants. top: climb up to it; depths: exactly these; both None: a few low rungs.
+
+    verify: only steps, of every number of rows, and the speed-up they allow.
+    """
 
     settings: Settings
     layers: int | None
@@ -54,6 +57,7 @@ class Ask:
     prompt: int | None
     cold: bool
     stored: bool
+    verify: bool = False
 
 
 def subject(
@@ -98,12 +102,12 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     kind = choose_dtype(settings.dtype, place, config)[0]
     cuda = place.type == "cuda"
     chunk = prefill_chunk(sum(entry.loaded for entry in weigh(config, kind)), place.type)
-    tokens = ask.prompt or chunk
+    tokens = 0 if ask.verify else ask.prompt or chunk
     window = settings.window or DEFAULT_WINDOW
     plan = Plan(
         depths=rungs(ask, config, cuda),
         prompt=tokens,
-        windows=tuple(n for n in WINDOWS if n <= window),
+        windows=tuple(range(1, window + 1)) if ask.verify else tuple(n for n in WINDOWS if n <= window),
         chunk=chunk,
         cold=ask.cold,
     )
@@ -132,9 +136,13 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     ladder = Ladder(model, config, plan, limits)
     for row in ladder.climb(results):
         yield row
-        if row.get("tokens") == plan.windows[-1] and row["row"] in ("decode", "verify") and "error" not in row:
+        if row.get("tokens") != plan.windows[-1] or row["row"] not in ("decode", "verify") or "error" in row:
+            continue
+        if ask.verify:
+            yield from _allowed(results, plan, row["depth"])
+        else:
             yield from _behind(ladder, results, what, row["depth"], settings.home if ask.stored else None)
-    if results.done(row="memory") is None:
+    if not ask.verify and results.done(row="memory") is None:
         note = "" if cuda else "the peak is the whole process's"
         yield results.add({"row": "memory", "planned": planned, "peak": peak(place), "note": note})
 
@@ -162,6 +170,16 @@ def _behind(ladder: Ladder, results: Results, what: Subject, depth: int, home: P
         else:
             yield results.add({"row": "save", "depth": depth, **saved})
             yield results.add({"row": "restore", "depth": depth, **restored})
+
+
+def _allowed(results: Results, plan: Plan, depth: int) -> Iterator[Row]:
+    """The speed-up that the steps at a depth allow for published acceptance."""
+    from k3cli.bench.spec import implied
+
+    steps = {n: results.done(depth=depth, tokens=n, row="verify" if n > 1 else "decode") for n in plan.windows}
+    seconds = {n: step["seconds"] for n, step in steps.items() if step is not None and "error" not in step}
+    if 1 in seconds and len(seconds) > 1:
+        yield results.add(implied(seconds, depth, "of these layers"))
 
 
 def planned_peak(

@@ -16,8 +16,8 @@ ALIGN = "<>>>>>>>>>><"
 
 def cells(row: Row) -> tuple[str, ...]:
     """One table row; a failed one says why."""
-    name = str(row["row"]) + (f" {row['op']}" if "op" in row else "")
-    depth = f"{row['depth']:,}" if "depth" in row else str(row.get("shape", ""))
+    name = str(row["row"]) + "".join(f" {row[key]}" for key in ("op", "text") if key in row)
+    depth = f"{row['depth']:,}" if "depth" in row else str(row.get("shape", row.get("spec", "")))
     tokens = f"{row['tokens']:,}" if "tokens" in row else ""
     if "error" in row:
         return (name, depth, tokens, "FAILED", *[""] * 7, row["error"])
@@ -38,6 +38,8 @@ def note(row: Row) -> str:
     found = []
     if row.get("derived"):
         found.append(f"derived: {row['formula']}")
+    if "spec" in row:
+        found.append(drafted(row))
     for key in ("state", "note"):
         if row.get(key):
             found.append(str(row[key]))
@@ -48,6 +50,15 @@ def note(row: Row) -> str:
     if "planned" in row:
         found.append(f"planned {human_bytes(row['planned'])}, peak {human_bytes(row['peak'])}")
     return "; ".join(found)
+
+
+def drafted(row: Row) -> str:
+    """What a drafter brought, for people."""
+    shares = " ".join(f"{share:.0%}" for share in row["acceptance"])
+    parts = " / ".join(duration(row[f"{part}_seconds"]) for part in ("draft", "verify", "commit"))
+    low, high = min(row["ratios"]), max(row["ratios"])
+    ratio = f"{row['ratio']:.2f} times off ({low:.2f} to {high:.2f}, by processor time {row['processor_ratio']:.2f})"
+    return f"{ratio}; {row['tokens_per_step']:.2f} tokens a step; accepted {shares or '-'}; draft/verify/commit {parts}"
 
 
 def duration(seconds: float) -> str:

@@ -53,6 +53,19 @@ def command(
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw decode and prefill by depth.")
     ] = None,
     window: Annotated[str | None, typer.Option("--window", metavar="N", help="Rows of a step.")] = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(
+            "--spec",
+            metavar="LIST|all",
+            help="Conversations with drafters in turns, as off,suffix,dspark; with --slice, steps by rows.",
+        ),
+    ] = None,
+    texts: Annotated[
+        str | None, typer.Option("--texts", metavar="LIST", help="With --spec: of edit,prose,code,noise; default all.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="With --spec: how often each runs.")] = 3,
+    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="With --spec.")] = 0.0,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     json: opt.Json = False,
@@ -75,7 +88,20 @@ def command(
         raise UsageError("--plot with --kernels", "a ladder to draw")
     if context is not None and depths is not None:
         raise UsageError("both --context and --depths", "one of them")
-    if kernels:
+    request = None
+    if spec is not None:
+        from k3cli.bench.spec import conversations, read_request
+
+        request = read_request(spec, texts, rounds, temperature)
+        if kernels or plot is not None:
+            raise UsageError("--spec with --kernels or --plot", "one of them")
+    elif texts is not None:
+        raise UsageError("--texts without --spec", "both")
+    if request is not None and layers is None:
+        if context is not None or depths is not None or prompt is not None:
+            raise UsageError("--spec with --context, --depths or --prompt-tokens", "those with --slice N")
+        rows = conversations(settings, request, output, printer.notice)
+    elif kernels:
         rows = operators(output)
     else:
         ask = Ask(
@@ -86,6 +112,7 @@ def command(
             prompt=None if prompt is None else parse_tokens("--prompt-tokens", prompt),
             cold=cache == "cold",
             stored=stored,
+            verify=request is not None,
         )
         rows = climb(ask, subject(settings, layers, configuration), output, printer.notice)
     run, done = _report(printer, rows)
@@ -118,7 +145,7 @@ def compare_command(
     rows = []
     for row in found:
         printer.event("compared", **{key: value for key, value in row.items() if key != "v"})
-        name = f"{row['row']} {row.get('op', '')}".strip()
+        name = " ".join(str(row[key]) for key in ("row", "op", "text", "spec") if key in row)
         where = f"{row['depth']:,}" if "depth" in row else str(row.get("shape", ""))
         a, b = (duration(seconds) for seconds in row["seconds"])
         verdict = "within noise" if row["within_noise"] else "B is slower" if row["ratio"] > 1 else "B is faster"

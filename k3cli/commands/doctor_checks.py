@@ -18,6 +18,8 @@ from k3cli.config import KEYS, Settings
 from k3cli.errors import Exit, FitError, K3Error, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from k3_sessions.types import StateLayout
 
@@ -122,7 +124,7 @@ def model(settings: Settings) -> Iterator[Check]:
         yield Check("chosen", "device", str(device), reason)
         dtype, reason = choose_dtype(settings.dtype, device, config)
         yield Check("chosen", "dtype", str(dtype).removeprefix("torch."), reason)
-        yield from drafting(settings, DEFAULT_WINDOW)
+        yield from drafting(settings, DEFAULT_WINDOW, folder)
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         yield from kernels(config, device, dtype, DEFAULT_WINDOW)
@@ -150,15 +152,21 @@ def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, windo
     yield Check("chosen", "CUDA graphs", "no" if eager else "yes", eager or recorded)
 
 
-def drafting(settings: Settings, window: int) -> Iterator[Check]:
-    """How decoding drafts, and from what the number of rows is decided. window: rows of a step of the model."""
+def drafting(settings: Settings, window: int, folder: Path | None = None) -> Iterator[Check]:
+    """How decoding drafts, and from what the number of rows is decided.
+
+    window: rows of a step of the model, which lies in `folder`.
+    """
     from k3cli.engine.drafting.choose import choose
     from k3cli.engine.drafting.policy import describe
 
     yield Check("chosen", "step", f"{window} rows", "always this many, so that drafts change no bit")
     source = settings.sources.get("spec")
-    choice = choose(settings.spec, f"asked for by {source}" if source else "")
+    choice = choose(settings.spec, f"asked for by {source}" if source else "", folder)
     yield Check("chosen", "drafts", choice.kind, choice.reason)
+    if choice.model_based:
+        where = choice.folder or "the model's own"
+        yield Check("chosen", "draft model", where, "after a resume it knows only the tokens evaluated since")
     most = window if settings.window is None else settings.window
     if most > window:
         raise UsageError(f"window is {most}", f"1 to {window}, the rows of a step")

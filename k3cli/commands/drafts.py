@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from k3cli.errors import UsageError
+from k3cli.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -23,12 +23,13 @@ LARGEST = 64 << 20
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafts are made from. texts: contents of files; sessions: names of stored ones."""
+    """What drafts are made from. texts: contents of files; sessions: names of stored ones. auto: the model decides."""
 
     choice: Choice
     window: int | None
     texts: tuple[str, ...]
     sessions: tuple[str, ...]
+    auto: bool = False
 
     @classmethod
     def read(cls, settings: Settings, draft_from: Sequence[str], store: Store) -> Drafts:
@@ -43,8 +44,8 @@ class Drafts:
         source = settings.sources.get("spec")
         choice = choose(settings.spec, f"asked for by {source}" if source else "")
         if draft_from and choice.kind in ("off", "dspark"):
-            raise UsageError(f"--draft-from with --spec {choice.kind}", "--spec auto or suffix, which draft from texts")
-        if choice.kind == "dspark":
+            raise UsageError(f"--draft-from with --spec {choice.kind}", "auto, suffix or both, which draft from texts")
+        if choice.model_based:
             from k3cli.engine.drafting.choose import draft_folder
             from k3cli.model.hub import resolve_model
 
@@ -53,7 +54,7 @@ class Drafts:
         for name in names:
             store.session(name)
         texts = [_text(Path(path)) for path in draft_from if not path.startswith(SESSION)]
-        return cls(choice, settings.window, tuple(texts), tuple(names))
+        return cls(choice, settings.window, tuple(texts), tuple(names), settings.spec == "auto")
 
     def apply(self, engine: Engine, store: Store) -> None:
         """The timelines of this engine draft so from here on. UsageError when --window is out of range."""
@@ -63,7 +64,17 @@ class Drafts:
             # Ids of another tokenizer are only bad guesses; those the model does not have are left out.
             ids = [] if head is None else [int(token) for token in store.tokens(head)]
             sources.append([token for token in ids if token < engine.tokenizer.n_vocab])
-        engine.speculate(self.choice, self.window, sources=sources)
+        choice = self.choice
+        if self.auto:
+            from k3cli.engine.drafting.choose import choose, without_draft
+
+            choice = choose("auto", model=engine.folder)
+            if choice.model_based:
+                try:
+                    return engine.speculate(choice, self.window, sources=sources)
+                except ModelError as problem:  # nobody asked for this draft: text is drafted from all the same
+                    choice = without_draft(problem)
+        return engine.speculate(choice, self.window, sources=sources)
 
 
 def _text(path: Path) -> str:

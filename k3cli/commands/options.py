@@ -35,7 +35,9 @@ Dtype = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="auto
 
 Spec = Annotated[
     str | None,
-    typer.Option("--spec", metavar="KIND", help="Drafts: auto, off, suffix, dspark[:DIR]. They change no token."),
+    typer.Option(
+        "--spec", metavar="KIND", help="Drafts: auto, off, suffix, dspark[:DIR], both[:DIR]; no token changes."
+    ),
 ]
 Window = Annotated[
     str | None, typer.Option("--window", metavar="N", help="Most tokens verified in one step, drafts included.")

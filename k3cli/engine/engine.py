@@ -139,7 +139,7 @@ class Engine:
             raise UsageError(f"window is {rows}", f"1 to {window}, the rows of a step of this model")
         self.speculation = choice
         self._draft_rows = rows
-        if choice.kind == "dspark" and make is None:
+        if choice.model_based and make is None:
             sources["draft"] = self._load_draft(choice)
         self._make_drafter = make or drafter_maker(choice, **sources)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from k3cli.bench import record
+from k3cli.bench import record, spec
 from k3cli.bench.floors import Work, parts, total, touched
 from k3cli.bench.record import Results
 from k3cli.bench.shares import counts, derive
@@ -226,6 +227,11 @@ def test_a_failed_row_is_in_the_table_and_in_the_exit_code(
         (("--cache", "lukewarm"), "cold or warm"),
         (("--kernels", "--plot", "x.png"), "a ladder"),
         (("--slice", "0"), "1 to 93"),
+        (("--spec", "eagle"), "auto, off, suffix"),
+        (("--spec", "all", "--texts", "poems"), "some of edit"),
+        (("--spec", "all", "--depths", "0"), "--slice"),
+        (("--texts", "edit"), "both"),
+        (("--spec", "all", "--rounds", "0"), "1 or more"),
     ],
 )
 def test_bad_words_are_one_line(bench: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], words: str):
@@ -233,6 +239,69 @@ def test_bad_words_are_one_line(bench: Callable[..., tuple[int, str, str]], argu
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of one message, with answers of a few tokens."""
+    monkeypatch.setattr(spec, "TEXTS", {"edit": spec.TEXTS["edit"][:1], "noise": ["Hello"]})
+    monkeypatch.setattr(spec, "LONGEST", 24)
+
+
+def test_drafters_are_compared_on_the_same_conversations(
+    bench: Callable[..., tuple[int, str, str]], short: None, tmp_path: Path
+):
+    file = tmp_path / "s.jsonl"
+    arguments = ("--spec", "all", "--rounds", "1", "-o", str(file))
+    code, out, err = bench(*arguments)
+    assert (code, out) == (0, ""), err
+    rows = record.read(file)[1]
+    assert [(row["text"], row["spec"]) for row in rows] == list(
+        itertools.product(("edit", "noise"), ("off", "suffix", "dspark"))
+    )
+    for row in rows:
+        assert sum(n * count for n, count in enumerate(row["rows"], 1)) >= row["tokens"] >= row["steps"]
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
+        assert row["seconds"] == pytest.approx(sum(row[f"{part}_seconds"] for part in ("draft", "verify", "commit")))
+        assert (row["ratio"] == 1) == (row["spec"] == "off")
+    assert "tokens a step" in err
+    before = file.read_text()
+    assert bench(*arguments)[0] == 0
+    assert file.read_text() == before, "finished texts are not run again"
+    code, out, _ = bench("compare", str(file), str(file))
+    assert code == 0
+    assert "noise dspark" in out
+
+
+def test_ids_that_differ_fail_the_row(
+    bench: Callable[..., tuple[int, str, str]], short: None, monkeypatch: pytest.MonkeyPatch
+):
+    whole = spec.converse
+
+    def off_by_one(engine: Any, name: str, *rest: Any) -> spec.Run:
+        run = whole(engine, name, *rest)
+        run.ids[5] += name == "suffix"
+        return run
+
+    monkeypatch.setattr(spec, "converse", off_by_one)
+    code, out, _ = bench("--spec", "suffix", "--texts", "edit", "--rounds", "1", "--json")
+    assert code == 1
+    failed = [row for row in map(json.loads, out.splitlines()) if "error" in row]
+    assert [(row["spec"], row["error"][-10:]) for row in failed] == [("suffix", "first at 5")]
+
+
+def test_a_slice_tells_what_its_steps_allow(bench: Callable[..., tuple[int, str, str]], tmp_path: Path):
+    file = tmp_path / "s.jsonl"
+    nano = ("--model", str(NANO), "--slice", "2")
+    code, _, err = bench("--spec", "all", *nano, "--depths", "0", "--window", "4", "-o", str(file))
+    assert code == 0, err
+    *steps, allowed = record.read(file)[1]
+    assert [(row["row"], row["tokens"]) for row in steps] == [("decode", 1), *(("verify", n) for n in (2, 3, 4))]
+    ratios = [1.84 * steps[0]["seconds"] / steps[1]["seconds"], 2.87 * steps[0]["seconds"] / steps[3]["seconds"]]
+    assert [allowed["speed_ups"][n] for n in ("1", "3")] == pytest.approx(ratios)
+    assert allowed["derived"] is True
+    assert allowed["ratio"] == max(allowed["speed_ups"].values())
+    assert "time of 1 row" in allowed["formula"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a CUDA device")

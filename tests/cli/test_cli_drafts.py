@@ -7,7 +7,9 @@ import pytest
 from k3cli.engine.drafting.policy import Policy
 
 
-def test_drafts_are_told_and_change_no_answer(k3) -> None:
+def test_drafts_are_told_and_change_no_answer(k3, monkeypatch) -> None:
+    # Steps of the small model take no longer than looking for a draft.
+    monkeypatch.setattr(Policy, "resting", lambda self: False)
     text = "so it goes, so it goes, so it goes, so it goes"
     plain = k3("chat", "-s", "plain", "-p", text, "--spec", "off")
     drafted = k3("chat", "-s", "drafted", "-p", text)
@@ -30,6 +32,7 @@ def test_drafts_are_told_and_change_no_answer(k3) -> None:
 def test_other_texts_are_drafted_from(k3, tmp_path, monkeypatch) -> None:
     # Every draft is verified, so that steps do not depend on how long they take.
     monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + min(drafts, self.rows - 1))
+    monkeypatch.setattr(Policy, "resting", lambda self: False)
     prompt = "slow 20"  # answered with words that are not in the prompt
     alone = k3("chat", "-s", "a", "-p", prompt, "--json").one("speculation")["steps"]
     text = tmp_path / "text.txt"
@@ -42,7 +45,7 @@ def test_other_texts_are_drafted_from(k3, tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--spec", "eagle"), "--spec is 'eagle'; expected auto, off, suffix, dspark or dspark:DIR"),
+        (("--spec", "eagle"), "--spec is 'eagle'; expected auto, off, suffix, dspark[:DIR] or both[:DIR]"),
         (("--window", "9"), "--window is 9; expected 1 to 8"),
         (("--window", "0"), "--window is '0'; expected a whole number"),
         (("--draft-from", "missing.txt"), "--draft-from missing.txt: No such file or directory"),
@@ -65,8 +68,9 @@ def test_a_session_that_is_not_there(k3) -> None:
 
 def test_the_doctor_tells_the_policy_and_its_inputs(k3, monkeypatch) -> None:
     rows = {event["name"]: event for event in k3("doctor", "--json").events if event["type"] == "check"}
-    assert rows["drafts"]["value"] == "suffix"
+    assert rows["drafts"]["value"] == "both"
     assert "auto" in rows["drafts"]["reason"]
+    assert "after a resume" in rows["draft model"]["reason"]
     assert {"rows of a step", "cost of one more row", "loss allowed"} <= set(rows)
     monkeypatch.setenv("K3_SPEC", "off")
     rows = {event["name"]: event for event in k3("doctor", "--json").events if event["type"] == "check"}

@@ -8,6 +8,7 @@ import pytest
 
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
+from k3cli.engine.drafting.both import BothDrafter
 from k3cli.engine.drafting.choose import choose, draft_folder
 from k3cli.engine.drafting.drafter import Draft
 from k3cli.engine.drafting.policy import Costs, Policy
@@ -264,7 +265,7 @@ def test_what_can_be_asked_for(fake_engine) -> None:
     assert choose("off").kind == "off"
     assert (choose("dspark").folder, choose("dspark:/a/b").folder) == ("", "/a/b")
     for bad in ("suffix:x", "eagle", "", "dspark:"):
-        with pytest.raises(UsageError, match="auto, off, suffix or dspark"):
+        with pytest.raises(UsageError, match=r"auto, off, suffix, dspark\[:DIR\] or both"):
             choose(bad)
     fake_engine.speculate(choose("suffix"), 4)
     for rows in (0, 5):
@@ -283,6 +284,8 @@ def test_a_draft_model_is_looked_for_before_anything_is_loaded(tmp_path) -> None
     (model / "dspark").mkdir(parents=True)
     (model / "dspark" / "config.json").write_text("{}")
     assert draft_folder(choose("dspark"), model) == model / "dspark"
+    assert choose("auto", model=model).kind == "both"
+    assert choose("auto", model=tmp_path).kind == "suffix"
     assert draft_folder(choose(f"dspark:{model / 'dspark'}"), tmp_path) == model / "dspark"
 
 
@@ -330,6 +333,69 @@ def test_one_slow_step_does_not_rule_a_window_out() -> None:
     for n in [8] * 20:
         policy.costs.note(n, 0.02 * 1.35)
     assert policy.choose(7, [0.95] * 7) >= 6
+
+
+def test_a_dear_drafter_is_not_asked_beyond_what_a_turn_may_lose() -> None:
+    """Sure of itself, always wrong, a tenth of a step to ask: drafting counts as a loss like rows do."""
+    policy = settled(lambda n: 1 + 0.1 * (n - 1))
+    lost = 0.0
+    for _ in range(1000):
+        if policy.resting():
+            policy.note(1, 1, 0, 0, 0.0)
+            continue
+        rows = policy.choose(7, [0.9] * 7)
+        policy.note(rows, 1, rows - 1, 0, 0.001)
+        policy._rest = 0  # the rule of asking less and less often is another one
+        lost += policy.costs.curve()[rows] - 1 + 0.1
+    assert 0 < lost < 0.03 * 1000
+
+
+class Fixed:
+    """Always the same draft; counts how often it is asked."""
+
+    name, needs_hidden = "fixed", True
+
+    def __init__(self, draft) -> None:
+        self.draft, self.asked = draft, 0
+
+    def propose(self, context, position, k):
+        self.asked += 1
+        return self.draft
+
+    def begin(self, context, sampling) -> None: ...
+
+    def observe(self, accepted, position, hidden) -> None: ...
+
+    def fork(self):
+        return Fixed(self.draft)
+
+
+@pytest.mark.parametrize(
+    ("match", "guess", "taken", "asked"),
+    [
+        (Draft([1, 2], [0.9, 0.9]), Draft([3], [0.99]), [1, 2], 0),
+        (Draft([1, 2], [0.5, 0.9]), Draft([3], [0.96]), [3], 1),
+        (Draft([1, 2], [0.7, 0.9]), Draft([3], [0.9]), [1, 2], 1),
+        (Draft(), Draft([3], [0.1]), [3], 1),
+        (Draft([1], [0.5]), Draft([3]), [3], 1),
+    ],
+)
+def test_of_a_match_and_a_guess_the_better_one_is_taken(match, guess, taken, asked) -> None:
+    cheap, model = Fixed(match), Fixed(guess)
+    drafter = BothDrafter(cheap, model)
+    assert drafter.propose([0], 0, 4).ids == taken
+    assert (cheap.asked, model.asked) == (1, asked)
+
+
+def test_while_the_policy_rests_only_the_cheap_half_is_asked(monkeypatch) -> None:
+    cheap, model = Fixed(Draft([1], [0.5])), Fixed(Draft([2], [0.9]))
+    speculator = Speculator(BothDrafter(cheap, model), Costs(4), 4, VOCAB)
+    assert speculator.propose([0], 3)[0] == [2]
+    monkeypatch.setattr(Policy, "resting", lambda self: True)
+    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + drafts)
+    assert speculator.propose([0], 3)[0] == [1]
+    assert model.asked == 1
+    assert speculator.describe()["draft_context"] == 0
 
 
 def test_a_slow_drafter_that_does_not_help_is_asked_less_and_less() -> None:

@@ -108,7 +108,8 @@ def test_nano_identity(kind, nano, session, hostile, reckless) -> None:
     drafters = hostile(truth, nano.tokenizer.n_vocab, special(nano))
     for name in ("suffix", "half"):
         assert session(nano, SAMPLINGS[kind], drafters[name])[1] == plain, name
-    assert session(nano, SAMPLINGS[kind], spec="dspark")[1] == plain
+    for spec in ("dspark", "both"):
+        assert session(nano, SAMPLINGS[kind], spec=spec)[1] == plain, spec
     # What was drafted is replayed without drafts.
     assert not [event for event in replay(nano, session.stores[-1], "b") if isinstance(event, ev.Difference)]
 
@@ -141,7 +142,7 @@ def test_a_draft_that_breaks_turns_itself_off(nano, session, monkeypatch) -> Non
 
 
 def test_nano_drafts_pay_where_text_repeats(nano) -> None:
-    nano.speculate(choose("auto"))
+    nano.speculate(choose("auto", model=NANO))
     renderer, counts = nano.renderer, []
     timeline, context = nano.timeline(), renderer.new_context(True)
     for text in (CODE, CODE):

@@ -14,16 +14,24 @@ from k3cli.errors import UsageError
 if TYPE_CHECKING:
     from k3cli.model.dspark.network import DraftModel
 
-KINDS = "auto, off, suffix or dspark[:DIR]"
+KINDS = "auto, off, suffix, dspark[:DIR] or both[:DIR]"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """kind: "off", "suffix" or "dspark". folder: of a DSpark checkpoint, "" for the model's own. reason: why."""
+    """kind: "off", "suffix", "dspark" or "both". reason: why.
+
+    folder: of a DSpark checkpoint, "" for the model's own.
+    """
 
     kind: str
     folder: str
     reason: str
+
+    @property
+    def model_based(self) -> bool:
+        """Whether a draft model has to be loaded."""
+        return self.kind in ("dspark", "both")
 
 
 OWN_DRAFT = "dspark"
@@ -32,16 +40,26 @@ OWN_DRAFT = "dspark"
 OFF = Choice("off", "", "nothing was asked for")
 
 
-def choose(spec: str, reason: str = "") -> Choice:
-    """What a `spec` setting stands for; reason: where it came from. UsageError when it is unknown or not available."""
+def choose(spec: str, reason: str = "", model: Path | None = None) -> Choice:
+    """What a `spec` setting stands for. UsageError when it is unknown.
+
+    reason: where it came from. model: the target's folder, in which `auto` looks for a draft; None: it finds none.
+    """
     kind, _, folder = spec.partition(":")
     if kind == "auto" and not folder:
-        return Choice("suffix", "", "auto: it needs no weights, and costs next to nothing where text does not repeat")
+        if model is not None and (model / OWN_DRAFT / "config.json").is_file():
+            return Choice("both", "", f"auto: long matches, and the model's own draft ({OWN_DRAFT}/) where text is new")
+        return Choice("suffix", "", "auto: the model has no draft of its own; matches in the text need no weights")
     if kind in ("off", "suffix") and not folder:
         return Choice(kind, "", reason or "asked for")
-    if kind == "dspark" and folder == folder.strip() and not spec.endswith(":"):
-        return Choice("dspark", folder, reason or "asked for")
+    if kind in ("dspark", "both") and folder == folder.strip() and not spec.endswith(":"):
+        return Choice(kind, folder, reason or "asked for")
     raise UsageError(f"spec is {spec!r}", KINDS)
+
+
+def without_draft(problem: Exception) -> Choice:
+    """What `auto` stands for when the model's own draft can't be loaded."""
+    return Choice("suffix", "", f"auto: the model's own draft can't be used ({problem})")
 
 
 def drafter_maker(
@@ -49,20 +67,28 @@ def drafter_maker(
 ) -> Callable[[], Drafter] | None:
     """Makes the drafter of a new timeline; None without speculation.
 
-    sources: ids of texts to draft from. draft: the loaded model of a "dspark" choice.
+    sources: ids of texts to draft from. draft: the loaded model of a "dspark" or "both" choice.
     """
-    if choice.kind == "dspark":
+    if choice.model_based:
+        from k3cli.engine.drafting.both import BothDrafter
         from k3cli.engine.drafting.dspark import DSparkDrafter
 
         assert draft is not None
+        if choice.kind == "both":
+            return lambda: BothDrafter(SuffixDrafter(sources), DSparkDrafter(draft))
         return lambda: DSparkDrafter(draft)
     return (lambda: SuffixDrafter(sources)) if choice.kind == "suffix" else None
 
 
 def draft_folder(choice: Choice, model: Path) -> Path:
-    """The checkpoint of a "dspark" choice: the folder it names, or that inside the model's. UsageError without."""
+    """The checkpoint of a "dspark" or "both" choice: what it names, or the model's own.
+
+    UsageError when there is none.
+    """
     folder = Path(choice.folder).expanduser() if choice.folder else model / OWN_DRAFT
     if not (folder / "config.json").is_file():
         found = f"no draft in {folder}" if choice.folder else f"{model.name} has no draft of its own ({OWN_DRAFT}/)"
-        raise UsageError(f"spec is dspark: {found}", "dspark:DIR with a DSpark checkpoint, auto, off or suffix")
+        raise UsageError(
+            f"spec is {choice.kind}: {found}", f"{choice.kind}:DIR with a DSpark checkpoint, auto, off or suffix"
+        )
     return folder

@@ -32,6 +32,11 @@ class DSparkDrafter:
         self._end = end
         self._sampling: Sampling | None = None
 
+    @property
+    def context_rows(self) -> int:
+        """Tokens of the context it has seen; after a resume fewer than the timeline has."""
+        return self._cache.count
+
     def begin(self, context: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling
         if self._end > len(context):  # another, shorter history

@@ -21,6 +21,9 @@ GAIN = 1.03
 SHARE, FREE = 0.02, 1.5
 """What drafts may lose in one turn: this share of the turn's plain steps, and at least so many steps."""
 
+DEAR = 0.01
+"""A draft that takes more of a step than this has to earn it."""
+
 
 def describe() -> list[tuple[str, str, str]]:
     """The rules for people: name, value, reason."""
@@ -119,6 +122,7 @@ class Policy:
         self._plain = 0.0
         self._rest = 0
         self._pause = 1
+        self._price = 0.0
 
     def begin(self) -> None:
         """A turn starts; what it may lose is counted from here."""
@@ -127,13 +131,13 @@ class Policy:
     def resting(self) -> bool:
         """Whether to do without a draft this time: drafts that cost time were not worth it lately."""
         self._rest = max(0, self._rest - 1)
-        return self._rest > 0
+        return self._rest > 0 or (self._price > DEAR and self._price > self._room())
 
     def choose(self, drafts: int, confidence: Sequence[float] | None) -> int:
         """Rows of the next step, from 1 to 1 + drafts. confidence: see drafter.Draft."""
         curve = self.costs.curve()
         chances = self.acceptance.rates() if confidence is None else confidence
-        room = max(FREE, SHARE * self._plain) - self._lost
+        room = self._room()
         best, rows, tokens, whole = GAIN, 1, 1.0, 1.0
         for i in range(min(drafts, self.rows - 1, len(chances))):
             cost = curve[i + 2]
@@ -156,8 +160,14 @@ class Policy:
         for place in range(1, tested + 1):
             self.acceptance.note(place, place <= hits)
         # A draft that takes a noticeable part of a step has to earn it, or it is asked for less and less often.
-        if drafting > 0.01 and used < 1 + drafting:
-            self._pause = min(2 * self._pause, 64)
-            self._rest = self._pause
-        elif used > 1:
-            self._pause = 1
+        if drafting > DEAR:
+            self._price += 0.2 * (drafting - self._price)
+            if used < 1 + drafting:
+                self._pause = min(2 * self._pause, 64)
+                self._rest = self._pause
+            else:
+                self._pause = 1
+
+    def _room(self) -> float:
+        """Steps of one row that this turn may still lose."""
+        return max(FREE, SHARE * self._plain) - self._lost

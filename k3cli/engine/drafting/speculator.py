@@ -78,11 +78,15 @@ class Speculator:
     def propose(self, context: Sequence[int], room: int) -> tuple[list[int], float]:
         """Drafts worth verifying behind the last token of `context`, at most `room`, and the seconds that took."""
         most = min(room, self.policy.rows - 1)
-        if self.failure or most < 1 or self.policy.resting():
+        if self.failure or most < 1:
+            return [], 0.0
+        # While it rests, only that part of a drafter is asked that costs next to nothing.
+        drafter = getattr(self.drafter, "cheap", None) if self.policy.resting() else self.drafter
+        if drafter is None:
             return [], 0.0
         began = time.perf_counter()
         try:
-            draft = self.drafter.propose(context, len(context) - 1, most)
+            draft = drafter.propose(context, len(context) - 1, most)
             ids = self._checked(draft, most)
         except Exception as error:
             self._fail(error)
@@ -119,13 +123,16 @@ class Speculator:
         return self.failure
 
     def describe(self) -> dict[str, Any]:
-        """What decisions are made from: cost of a step by rows, and hit rates of the drafter if it measures them."""
+        """What decisions are made from: cost of a step by rows, what the drafter measures and has seen."""
         costs = self.policy.costs
         found: dict[str, Any] = {
             "step_seconds": round(costs.seconds, 6),
             "cost": [round(cost, 3) for cost in costs.curve()[1:]],
             "timed": sorted(costs.measured()),
         }
+        seen = getattr(self.drafter, "context_rows", None)
+        if seen is not None:
+            found["draft_context"] = seen
         rates = getattr(self.drafter, "hit_rates", None)
         return found | ({} if rates is None else {"hit_rates": rates()})
 
