@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from k3cli.engine.drafting.drafter import NOTHING, Draft
@@ -17,6 +18,9 @@ from k3cli.engine.sampling import draw
 if TYPE_CHECKING:
     from k3cli.engine.sampling import Sampling
     from k3cli.model.dspark.network import DraftCache, DraftModel
+
+QUEUE = 64
+"""Rows that may wait until they are needed."""
 
 
 class DSparkDrafter:
@@ -30,23 +34,25 @@ class DSparkDrafter:
         self.model = model
         self._cache = model.new_cache() if cache is None else cache
         self._end = end
+        self._queue: list[Tensor] = []  # taps of the rows before `_end` that are not in the cache yet
         self._sampling: Sampling | None = None
 
     @property
     def context_rows(self) -> int:
         """Tokens of the context it has seen; after a resume fewer than the timeline has."""
-        return self._cache.count
+        return self._cache.count + sum(len(rows) for rows in self._queue)
 
     def begin(self, context: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling
         if self._end > len(context):  # another, shorter history
-            self._cache, self._end = self.model.new_cache(), 0
+            self._cache, self._end, self._queue = self.model.new_cache(), 0, []
 
     def propose(self, context: Sequence[int], position: int, k: int) -> Draft:
         """Drawn with the target's own noise at each position, so that sampled drafts agree with it more often."""
         sampling = self._sampling
         if sampling is None:
             return NOTHING
+        self._flush()
 
         def pick(logits: Tensor, at: int) -> int:
             return draw(logits.unsqueeze(0), [at], sampling)[0]
@@ -56,12 +62,24 @@ class DSparkDrafter:
 
     def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:
         """Rows that show nothing (hidden None) leave a gap in the context."""
+        if position != self._end:
+            self._flush()
         if hidden is not None:
             assert hidden.shape[0] == len(accepted), (hidden.shape, len(accepted))
-            self.model.extend(self._cache, hidden, position)
+            # Many rows at once cost hardly more than one, and may not be needed for a while.
+            self._queue.append(hidden.clone())
+        else:
+            self._flush()
         self._end = position + len(accepted)
+        if sum(len(rows) for rows in self._queue) >= QUEUE:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._queue:
+            rows, self._queue = torch.cat(self._queue), []
+            self.model.extend(self._cache, rows, self._end - len(rows))
 
     def fork(self) -> DSparkDrafter:
         child = DSparkDrafter(self.model, self._cache.fork(), self._end)
-        child._sampling = self._sampling
+        child._sampling, child._queue = self._sampling, list(self._queue)
         return child
