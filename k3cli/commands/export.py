@@ -18,7 +18,7 @@ def command(
 ) -> None:
     """Write a session, with all it needs, into one new file. The same session gives the same bytes each time.
 
-    The file reveals the conversation.
+    The file reveals the conversation. It appears when it is whole; a killed export leaves .tmp-... beside it.
     """
     from k3cli.commands.runtime import open_store
     from k3cli.config import load_settings

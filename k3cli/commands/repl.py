@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +222,11 @@ def _prompt_session(history: Path) -> PromptSession[str]:
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+    class History(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk costs the line in the history, not the prompt
+                super().store_string(string)
+
     keys = KeyBindings()
 
     # What was typed ahead, during an answer, ends its lines with Ctrl-J instead of Enter.
@@ -243,4 +249,4 @@ def _prompt_session(history: Path) -> PromptSession[str]:
         os.close(os.open(history, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
     except OSError as problem:
         raise K3Error(f"{history}: {problem.strerror}", "a file k3 may write", "check K3_HOME") from None
-    return PromptSession(history=FileHistory(str(history)), multiline=True, key_bindings=keys)
+    return PromptSession(history=History(str(history)), multiline=True, key_bindings=keys)

@@ -109,6 +109,20 @@ def test_a_refused_save_is_told_at_the_prompt_and_leaving_says_what_is_lost(term
     assert turns(k3) == 0
 
 
+def test_a_history_that_cannot_be_written_does_not_stop_the_prompt(terminal, private_home) -> None:
+    chat = terminal("chat", "-s", "a")
+    chat.expect("k3>")
+    (history,) = private_home.rglob("history")
+    history.unlink()
+    history.mkdir()
+    chat.send("hello\r")
+    seen = chat.expect("You said: hello") + chat.expect("k3>")
+    assert "Exception" not in seen
+    assert "ENTER" not in seen
+    chat.send("/quit\r")
+    assert chat.close() == 0
+
+
 def test_one_shot_waits_and_says_saved_before_done(spawn, k3) -> None:
     process = spawn("chat", "-s", "a", "-p", "hello", "--json", env=SLOW)
     at = {}
