@@ -38,7 +38,7 @@ DEPENDENT = False
 
 
 class Tiling(NamedTuple):
-    """Of `attend`: BM pairs of row and head, BN keys at a time, warps, pipeline stages, and who wrote the loop."""
+    """Of `attend`: BM pairs of row and head, BN keys at a time, warps, pipeline stages; "triton" or "hopper"."""
 
     BM: int
     BN: int
@@ -52,7 +52,7 @@ def tiling(dtype: torch.dtype, R: int, P: int, device: torch.device) -> Tiling:
     if dtype != torch.bfloat16:
         return Tiling(16, 32, 4, 1)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return Tiling(64, 64, 8, 2, "ws" if hopper and (R, P) == (512, 64) else "triton")
+    return Tiling(64, 64, 8, 2, "hopper" if hopper and (R, P) == (512, 64) else "triton")
 
 
 @cache
@@ -65,15 +65,11 @@ def _dependent(device: torch.device) -> bool:
 
 
 def _attend(shape: Tiling) -> Any:
-    if shape.form.startswith("ws"):
-        import importlib
+    if shape.form == "triton":
+        return attend_kernel
+    from k3_kernels.mla import decode_hopper_triton
 
-        return importlib.import_module(f"k3_kernels.mla.decode_{shape.form}_triton").attend_kernel
-    if shape.form == "gluon":
-        from k3_kernels.mla import decode_hopper_triton
-
-        return decode_hopper_triton.attend_kernel
-    return attend_kernel
+    return decode_hopper_triton.attend_kernel
 
 
 @triton.jit
@@ -277,12 +273,12 @@ def decode(
         N=N, BK=max(16, triton.next_power_of_2(N)), R=R, BR=BR, P=P, ROWS=ROWS, **early,
     )  # fmt: skip
     tiles = triton.cdiv(pairs, shape.BM)
-    grid = (_processors(q.device),) if shape.form.startswith("ws") else (tiles, 2 * SPLITS)
+    grid = (_processors(q.device),) if shape.form == "hopper" else (tiles, 2 * SPLITS)
     _attend(shape)[grid](
         absorbed, pages, table, cursor, sums, tops, norms, factor, pages.stride(0), H, n,
         KEY=pages.stride(1), R=R, P=P, PAGE=pages.shape[1],
         UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, BM=shape.BM, BN=shape.BN,
-        num_warps=4 if shape.form.startswith("ws") else shape.warps, num_stages=shape.stages,
+        num_warps=4 if shape.form == "hopper" else shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     wide = min(R, 256)
     combine_kernel[(pairs, R // wide)](

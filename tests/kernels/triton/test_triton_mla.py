@@ -93,7 +93,7 @@ def test_bits_depend_on_position_alone(shape: tuple[int, ...], start: int, dtype
 
 
 @pytest.mark.skipif(not CUDA, reason="these tilings need a CUDA device")
-@pytest.mark.parametrize("form", ["triton", "gluon", "ws"])
+@pytest.mark.parametrize("form", ["triton", "hopper"])
 @pytest.mark.parametrize("start", [0, 1000, STEP - 3])
 def test_every_form_of_attend(start: int, form: str):
     given = inputs(K3, start, torch.bfloat16)
