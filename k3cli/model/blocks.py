@@ -13,6 +13,7 @@ from k3_kernels.moe import Experts
 from torch import Tensor
 
 from k3cli.model.config import ModelConfig
+from k3cli.model.parallel import held, owned_experts
 
 Sinks = dict[str, Tensor]
 
@@ -120,12 +121,18 @@ class MlpWeights:
 
 class MoeWeights:
     """Router fp32 or, where that is exact, narrower; input matrix [latent down | shared gate | shared up], experts as
-    stored, latent norm and up."""
+    stored, latent norm and up.
 
-    def __init__(self, config: ModelConfig, alloc: Alloc) -> None:
+    owned: numbers of the experts held here, None: all. Where some are missing, one expert of zeros stands in for them,
+    and `places` int64 [E] says where the expert of each number lies.
+    """
+
+    def __init__(self, config: ModelConfig, alloc: Alloc, owned: range | None = None) -> None:
         moe, D = config.moe, config.hidden
         assert moe is not None
-        self.count = moe.experts
+        self.owned = range(moe.experts) if owned is None else owned
+        self.places: Tensor | None = None
+        self.count = len(self.owned) + (len(self.owned) < moe.experts)
         self.dtype = alloc.dtype
         inner, F = moe.latent or D, moe.intermediate
         self.gate = alloc.full(moe.experts, D)
@@ -167,9 +174,9 @@ class MoeWeights:
         else:
             stacks = [("weight_packed", w13, w2), ("weight_scale", w13_scale, w2_scale)]
         for suffix, both, down in stacks:
-            for e in range(self.count):
-                w1, w3 = both[e].chunk(2)
-                found |= {f"experts.{e}.w{i}.{suffix}": w for i, w in ((1, w1), (2, down[e]), (3, w3))}
+            for place, e in enumerate(self.owned):
+                w1, w3 = both[place].chunk(2)
+                found |= {f"experts.{e}.w{i}.{suffix}": w for i, w in ((1, w1), (2, down[place]), (3, w3))}
         return found
 
     def finish(self) -> None:
@@ -177,6 +184,13 @@ class MoeWeights:
         narrow = self.gate.to(self.dtype)
         if torch.equal(narrow.float(), self.gate):
             self.gate = narrow
+        experts = self.gate.shape[0]
+        if len(self.owned) < experts:
+            for stack in self.experts:
+                if stack is not None:
+                    stack[-1].zero_()
+            places = [e - self.owned.start if e in self.owned else self.count - 1 for e in range(experts)]
+            self.places = torch.tensor(places, device=self.gate.device)
 
 
 class MixSite:
@@ -196,10 +210,10 @@ class MixSite:
 class LayerWeights:
     """One layer: attention, feed-forward, their norms and mixing sites."""
 
-    def __init__(self, config: ModelConfig, index: int, alloc: Alloc) -> None:
+    def __init__(self, config: ModelConfig, index: int, alloc: Alloc, owned: range | None = None) -> None:
         self.attention = KdaWeights(config, alloc) if config.layers[index] == "kda" else MlaWeights(config, alloc)
         self.is_moe = config.moe_layers[index]
-        self.mlp = MoeWeights(config, alloc) if self.is_moe else MlpWeights(config, alloc)
+        self.mlp = MoeWeights(config, alloc, owned) if self.is_moe else MlpWeights(config, alloc)
         self.attn_norm = alloc(config.hidden)
         self.mlp_norm = alloc(config.hidden)
         mixing = config.attn_res_block is not None
@@ -222,20 +236,30 @@ class LayerWeights:
 
 
 class Weights:
-    """All weights of the text model."""
+    """All weights of the text model, or what `rank` of `world` holds of them (`parallel`).
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        alloc = Alloc(device, dtype)
-        self.embed = alloc(config.vocab, config.hidden)
-        self.head = alloc(config.vocab, config.hidden)
+    embed, head [V / world rounded up, D]: rows of the ids from `first` on; rows behind the last id are zeros.
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, rank: int = 0, world: int = 1
+    ) -> None:
+        """config: of the whole model."""
+        alloc, mine = Alloc(device, dtype), held(config, world)
+        rows = -(-config.vocab // world)
+        self.first = rank * rows
+        self._ids = max(0, min(rows, config.vocab - self.first))
+        self.embed = alloc(rows, config.hidden)
+        self.head = alloc(rows, config.hidden)
         self.norm = alloc(config.hidden)
         self.mix = MixSite(config, alloc) if config.attn_res_block is not None else None
-        self.layers = [LayerWeights(config, i, alloc) for i in range(len(config.layers))]
+        owned = None if config.moe is None else owned_experts(config, rank, world)
+        self.layers = [LayerWeights(mine, i, alloc, owned) for i in range(len(config.layers))]
 
     def sinks(self) -> Sinks:
-        """Destination of every checkpoint tensor, names without the `language_model.` prefix."""
-        found: Sinks = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
-        found["lm_head.weight"] = self.head
+        """Destination of every checkpoint tensor that is held here, names without the `language_model.` prefix."""
+        found: Sinks = {"model.embed_tokens.weight": self.embed[: self._ids], "model.norm.weight": self.norm}
+        found["lm_head.weight"] = self.head[: self._ids]
         if self.mix is not None:
             found |= {f"model.{name}": sink for name, sink in self.mix.sinks("output_attn_res").items()}
         for i, layer in enumerate(self.layers):
@@ -243,6 +267,8 @@ class Weights:
         return found
 
     def finish(self) -> None:
+        self.embed[self._ids :].zero_()
+        self.head[self._ids :].zero_()
         if self.mix is not None:
             self.mix.finish()
         for layer in self.layers:

@@ -30,6 +30,7 @@ from k3cli.model.placement import prefill_chunk
 from k3cli.model.pool import Pool
 from k3cli.model.state import State, state_layout
 from k3cli.model.step import Stepper, WindowLog
+from k3cli.model.world import World
 
 DEFAULT_WINDOW = 8
 SERIAL_WEIGHTS = 128 << 20
@@ -52,20 +53,30 @@ class K3Model:
         device: torch.device,
         dtype: torch.dtype,
         window: int = DEFAULT_WINDOW,
+        world: World | None = None,
+        granules: int | None = None,
+        chunk: int | None = None,
     ) -> None:
-        """window: rows of every decode and verify step, W >= 1."""
+        """window: rows of every decode and verify step, W >= 1. granules: of the pool; None: what fits. chunk: tokens of
+        a prefill chunk; None: by the size of the weights.
+
+        world: the ranks this one computes together with, None for a model in one piece. config and weights are then the
+        rank's (`parallel.held`), every rank makes the same calls in the same order, and logits are rank 0's alone:
+        what others return is [n, their part of V].
+        """
         assert window >= 1, window
         self.config = config
         self.weights = weights
         self.device = device
         self.dtype = dtype
         self.window = window
+        self._world, self._granules = world, granules
         self.tap_layers: tuple[int, ...] = ()
         self.act: Activation = Swiglu() if config.situ is None else Situ(*config.situ)
         self._layout = state_layout(config, dtype)
         size = sum(sink.nbytes for sink in weights.sinks().values())
         self._serial = device.type == "cpu" and size < SERIAL_WEIGHTS
-        self.prefill_chunk = prefill_chunk(size, device.type)
+        self.prefill_chunk = chunk or prefill_chunk(size, device.type)
         self._scale = (config.mla.nope_dim + config.mla.pe_dim) ** -0.5
         # Layers counted by kind.
         kinds = (config.kda_layers, config.mla_layers)
@@ -78,7 +89,14 @@ class K3Model:
     @cached_property
     def pool(self) -> Pool:
         """Where the states of this model live, made with the first of them. Raises FitError."""
-        return Pool(self.config, self._layout.hash_block, self.device, self.dtype, chunk=self.prefill_chunk)
+        return Pool(
+            self.config,
+            self._layout.hash_block,
+            self.device,
+            self.dtype,
+            self._granules,
+            chunk=self.prefill_chunk,
+        )
 
     @cached_property
     def kernels(self) -> str:
@@ -95,6 +113,8 @@ class K3Model:
         each = [StepWeights(w.conv, w.A_log, w.dt_bias, w.o_norm, bound, eps) for w in kda]
         pages = -(-cfg.context_limit // self._layout.hash_block) + 1
         eager = eager_reason(cfg, self.device, self.dtype, self.window)
+        if self._world is not None:
+            eager = eager or f"{self._world.size} ranks: a step with sums between them is not recorded"
         return Stepper(self.pool, self.window, pages, each, stack, self._logits, eager)
 
     def new_state(self) -> State:
@@ -148,9 +168,9 @@ class K3Model:
             raise
         found = None
         if logits == "all":
-            found = F.linear(hidden, self.weights.head).float()
+            found = self._head(hidden)
         elif logits == "last":
-            found = F.linear(hidden[-1:], self.weights.head).float()[0]
+            found = self._head(hidden[-1:])[0]
         if taps is not None and seen:
             taps.append(torch.cat(seen, -1))
         state.advance(ids, target)
@@ -194,12 +214,32 @@ class K3Model:
         seen: list[Tensor] = []
         hidden = self._layers(ids, now, seen)
         with _marked("head"):
-            return F.linear(hidden, self.weights.head).float(), torch.cat(seen, -1) if seen else None
+            return self._head(hidden), torch.cat(seen, -1) if seen else None
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [T, V]."""
+        logits = F.linear(hidden, self.weights.head)
+        if self._world is None:
+            return logits.float()
+        return self._world.gather(logits, 1)[:, : self.config.vocab].float()
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        table = self.weights.embed
+        if self._world is None:
+            return F.embedding(ids, table)
+        local = ids - self.weights.first
+        mine = (local >= 0) & (local < table.shape[0])
+        x = F.embedding(local.clamp(0, table.shape[0] - 1), table)
+        return self._sum(torch.where(mine.unsqueeze(-1), x, torch.zeros_like(x)))
+
+    def _sum(self, part: Tensor) -> Tensor:
+        """The sum of every rank's part."""
+        return part if self._world is None else self._world.sum(part)
 
     def _layers(self, ids: Tensor, now: Pass, seen: list[Tensor]) -> Tensor:
         """Embedding to final norm: [T] -> [T, D]. seen: takes the residual stream behind each tapped layer."""
         block = self.config.attn_res_block
-        x = F.embedding(ids, self.weights.embed)
+        x = self._embed(ids)
         return self._plain(x, now, seen) if block is None else self._mixed(x, now, block, seen)
 
     def _plain(self, x: Tensor, now: Pass, seen: list[Tensor]) -> Tensor:
@@ -260,7 +300,7 @@ class K3Model:
         qkv, gate, f_a, b = F.linear(x, w.proj).split([3 * cfg.width, w.gate_width, cfg.head_dim, cfg.heads], dim=-1)
         gate = (gate if w.g_b is None else F.linear(gate, w.g_b)).view(shape)
         f = F.linear(f_a, w.f_b).view(shape)
-        return F.linear(now.kda(place, w, qkv, f, b, gate), w.o_proj)
+        return self._sum(F.linear(now.kda(place, w, qkv, f, b, gate), w.o_proj))
 
     def _mla(self, w: MlaWeights, x: Tensor, now: Pass, place: int) -> Tensor:
         """x [T, D] normed -> [T, D]."""
@@ -275,7 +315,7 @@ class K3Model:
         out = now.mla(place, w, q, row, self._scale).reshape(T, cfg.heads * cfg.v_dim)
         if cfg.output_gate:
             out = out * torch.sigmoid(projected[2])
-        return F.linear(out, w.o_proj)
+        return self._sum(F.linear(out, w.o_proj))
 
     def _mlp(self, index: int, x: Tensor, now: Pass) -> Tensor:
         """x [T, D] normed -> [T, D]."""
@@ -283,7 +323,7 @@ class K3Model:
         if isinstance(w, MlpWeights):
             with _marked("mlp"):
                 gate, up = F.linear(x, w.gate_up).chunk(2, dim=-1)
-                return F.linear(self.act(gate, up), w.down)
+                return self._sum(F.linear(self.act(gate, up), w.down))
         with _marked("moe"):
             return self._moe(w, x, now)
 
@@ -306,15 +346,30 @@ class K3Model:
             inner = cfg.latent or 0
             z = projected[:, :inner] if inner else x
             shared = projected[:, inner:]
+        if w.places is not None:
+            ids = w.places[ids]
         routed = now.experts(z, ids, weights, w.experts, self.act)
+        if self._world is not None:
+            routed, shared = self._sum_experts(w, routed, shared)
         if w.latent_norm is not None:
             routed = rms_norm(routed, w.latent_norm, self.config.norm_eps)
         if w.latent_up is not None:
             routed = F.linear(routed, w.latent_up)
         if shared is not None and w.shared_down is not None:
+            if self._world is not None:
+                return routed + shared
             gate, up = shared.chunk(2, dim=-1)
             routed.addmm_(self.act(gate, up), w.shared_down.t())
         return routed
+
+    def _sum_experts(self, w: MoeWeights, routed: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Over all ranks, in one sum: the routed latent and, where there is one, what the shared MLP puts out."""
+        if shared is None or w.shared_down is None:
+            return self._sum(routed), None
+        gate, up = shared.chunk(2, dim=-1)
+        parts = (routed, F.linear(self.act(gate, up), w.shared_down))
+        both = self._sum(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
+        return both[0].contiguous(), both[1]
 
 
 def _marked(part: str) -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ the shared output side by side, before the latent's norm; an attention layer nee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
@@ -77,6 +77,35 @@ def experts_by_width(config: ModelConfig, world: int) -> bool:
     """Whether every rank holds a slice of every routed expert, rather than whole experts."""
     assert config.moe is not None
     return config.moe.intermediate % (world * GROUP) == 0
+
+
+def held(config: ModelConfig, world: int) -> ModelConfig:
+    """The configuration with the sizes of one rank: what `blocks` allocates and the network of a rank computes with.
+
+    Vocabulary and number of experts stay whole: the router sees every expert, ids are those of the whole model.
+    """
+    if world == 1:
+        return config
+    moe = config.moe
+    if moe is not None:
+        width = moe.intermediate // (world if experts_by_width(config, world) else 1)
+        moe = replace(moe, intermediate=width, shared=moe.shared // world)
+    return replace(
+        config,
+        intermediate=config.intermediate // world,
+        kda=replace(config.kda, heads=config.kda.heads // world),
+        mla=replace(config.mla, heads=config.mla.heads // world),
+        moe=moe,
+    )
+
+
+def owned_experts(config: ModelConfig, rank: int, world: int) -> range:
+    """Numbers of the routed experts of which a rank holds anything."""
+    assert config.moe is not None
+    if world == 1 or experts_by_width(config, world):
+        return range(config.moe.experts)
+    each = config.moe.experts // world
+    return range(rank * each, (rank + 1) * each)
 
 
 def part(config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, world: int) -> Part:

@@ -10,6 +10,7 @@ import torch
 from k3cli.errors import FitError, UsageError
 from k3cli.model.blocks import Weights
 from k3cli.model.config import ModelConfig
+from k3cli.model.parallel import held
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 
@@ -73,12 +74,11 @@ def prefill_chunk(weights: int, device: str) -> int:
     return LONG_CHUNK if device == "cuda" and weights >= LARGE_WEIGHTS else SHORT_CHUNK
 
 
-def weights_memory(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes the loaded weights take, without allocating them. Absorbed MLA matrices are counted too."""
-    size = sum(
-        sink.numel() * sink.element_size() for sink in Weights(config, torch.device("meta"), dtype).sinks().values()
-    )
-    mla = config.mla
+def weights_memory(config: ModelConfig, dtype: torch.dtype, rank: int = 0, world: int = 1) -> int:
+    """Bytes the loaded weights of a rank take, without allocating them. Absorbed MLA matrices are counted too."""
+    weights = Weights(config, torch.device("meta"), dtype, rank, world)
+    size = sum(sink.numel() * sink.element_size() for sink in weights.sinks().values())
+    mla = held(config, world).mla
     split = len(config.mla_layers) * mla.heads * (mla.nope_dim + mla.v_dim) * mla.kv_rank
     return size + split * dtype.itemsize
 
@@ -97,9 +97,15 @@ def available_memory(device: torch.device) -> int | None:
     return None
 
 
-def check_fit(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """FitError when the weights alone exceed the free memory of the device."""
-    need, free = weights_memory(config, dtype), available_memory(device)
+def rank_memory(device: torch.device, world: int) -> int | None:
+    """What one of `world` ranks may count on: a GPU has one rank, a CPU has them all."""
+    free = available_memory(device)
+    return free if free is None or device.type == "cuda" else free // world
+
+
+def check_fit(config: ModelConfig, device: torch.device, dtype: torch.dtype, rank: int = 0, world: int = 1) -> None:
+    """FitError when a rank's weights alone exceed its share of the free memory of the device."""
+    need, free = weights_memory(config, dtype, rank, world), rank_memory(device, world)
     if free is not None and need > free:
         raise FitError(
             f"the weights take {need / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free",

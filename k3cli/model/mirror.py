@@ -1,0 +1,185 @@
+"""A model over several ranks, as rank 0's engine sees it: the faces of `K3Model` and `State`, each call on every rank.
+
+Calls of all threads go out one at a time: a save that gathers a checkpoint takes its turn between two steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, Literal
+
+from k3_sessions.errors import StoreError
+from k3_sessions.types import Array, RestoredState, StateLayout
+from torch import Tensor
+
+from k3cli.errors import K3Error
+from k3cli.model.config import ModelConfig
+from k3cli.model.network import K3Model
+from k3cli.model.replica import LOGITS, Call, Op, Replica
+from k3cli.model.state import State, state_layout
+from k3cli.model.step import WindowLog
+from k3cli.model.world import World
+
+Explain = Callable[[BaseException], K3Error]
+"""Turns what a broken collective raised into an error that names the rank and the cause; ends the other ranks."""
+
+
+class MirrorModel:
+    """`K3Model` for callers, over all ranks of a world. A call that fails on the way leaves nothing to go on with."""
+
+    def __init__(self, model: K3Model, config: ModelConfig, world: World, explain: Explain) -> None:
+        """model: rank 0's part. config: of the whole model."""
+        self.config = config
+        self.world = world
+        self.device, self.dtype, self.window = model.device, model.dtype, model.window
+        self.kernels, self.prefill_chunk = model.kernels, model.prefill_chunk
+        self._layout = state_layout(config, model.dtype)
+        self._replica = Replica(model, world)
+        self._explain = explain
+        self._lock = Lock()
+        self._numbers = itertools.count(1)
+        self._dropped: deque[int] = deque()
+        self._broken: K3Error | None = None
+
+    def state_layout(self) -> StateLayout:
+        """The whole model's, as the store keeps it."""
+        return self._layout
+
+    def new_state(self) -> MirrorState:
+        """An empty state at position 0. Raises FitError."""
+        return self._state(lambda number: Call(Op.NEW, number))
+
+    def known_prefix(self, ids: Tensor) -> MirrorState | None:
+        """See `K3Model.known_prefix`."""
+        number = next(self._numbers)
+        found = self.call(Call(Op.KNOWN, number, ids=ids))
+        return None if found is None else MirrorState(self, number, found)
+
+    def prefill(
+        self,
+        ids: Tensor,
+        state: MirrorState,
+        *,
+        logits: Literal["all", "last", "none"] = "last",
+        taps: list[Tensor] | None = None,
+    ) -> Tensor | None:
+        """See `K3Model.prefill`."""
+        if ids.numel() == 0:
+            return None
+        found, seen = self.call(Call(Op.PREFILL, state.number, n=LOGITS.index(logits), ids=ids))
+        if taps is not None:
+            taps += seen
+        rows: Tensor | None = found
+        return rows
+
+    def verify(self, ids: Tensor, state: MirrorState) -> tuple[Tensor, MirrorLog]:
+        """See `K3Model.verify`."""
+        assert 1 <= ids.numel() <= self.window, (ids.numel(), self.window)
+        number = next(self._numbers)
+        logits, log = self.call(Call(Op.VERIFY, state.number, number, ids=ids))
+        return logits, MirrorLog(self, number, log)
+
+    def commit(self, state: MirrorState, log: MirrorLog, n: int) -> None:
+        """See `K3Model.commit`."""
+        self.call(Call(Op.COMMIT, state.number, log.number, n))
+
+    def forget(self, handle: MirrorState | MirrorLog, number: int) -> None:
+        """Every rank lets go of a number, at the first call after its handle went."""
+        weakref.finalize(handle, self._dropped.append, number).atexit = False
+
+    def twin(self, state: MirrorState) -> MirrorState:
+        """A fork of a state."""
+        return self._state(lambda number: Call(Op.FORK, state.number, number))
+
+    def call(self, call: Call, restored: RestoredState | None = None) -> Any:
+        """Makes a call on every rank, and returns what rank 0 has of it."""
+        refusal: K3Error | StoreError
+        with self._lock:
+            if self._broken is not None:
+                raise K3Error(self._broken.found, self._broken.expected, self._broken.do)
+            replica, pool = self._replica, self._replica.model.pool
+            gone = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
+            call = Call(call.op, call.a, call.b, call.n, call.ids, gone)
+            try:
+                replica.drop(gone)
+                call.send(self.world, replica.refused, pool.free)
+                return replica.run(call, restored)
+            except (K3Error, StoreError) as error:
+                # Without its frames, which would keep states alive here that other ranks let go of.
+                refusal = error.with_traceback(None)
+                replica.refused += 1
+            except RuntimeError as error:
+                self._broken = self._explain(error)
+                raise self._broken from error
+            except BaseException as error:
+                self._broken = self._explain(error)
+                raise
+        raise refusal
+
+    def _state(self, call: Callable[[int], Call]) -> MirrorState:
+        number = next(self._numbers)
+        return MirrorState(self, number, self.call(call(number)))
+
+
+class MirrorState:
+    """`State` for callers: rank 0's is read here, changes happen on every rank."""
+
+    def __init__(self, model: MirrorModel, number: int, local: State) -> None:
+        self.number = number
+        self._model, self._local = model, local
+        model.forget(self, number)
+
+    @property
+    def position(self) -> int:
+        """Tokens evaluated into this state."""
+        return self._local.position
+
+    def fork(self) -> MirrorState:
+        """An independent state at the same position."""
+        return self._model.twin(self)
+
+    def reserve(self, n: int) -> None:
+        """Pages for n more tokens. Raises FitError."""
+        self._model.call(Call(Op.RESERVE, self.number, n=n))
+
+    def checkpoint(self) -> dict[str, Array]:
+        """See `State.checkpoint`: all heads, gathered from the ranks."""
+        found: dict[str, Array] = self._model.call(Call(Op.CHECKPOINT, self.number))
+        return found
+
+    def page_rows(self, name: str, start: int, stop: int) -> Array:
+        """See `State.page_rows`; every rank has all latents."""
+        return self._local.page_rows(name, start, stop)
+
+    def load(self, restored: RestoredState) -> None:
+        """See `State.load`."""
+        self._model.call(Call(Op.LOAD, self.number, n=restored.position), restored)
+
+    def publish(self, ids: Tensor) -> None:
+        """See `State.publish`."""
+        self._model.call(Call(Op.PUBLISH, self.number, ids=ids))
+
+
+class MirrorLog:
+    """`WindowLog` for callers."""
+
+    def __init__(self, model: MirrorModel, number: int, local: WindowLog) -> None:
+        self.number = number
+        self._local = local
+        model.forget(self, number)
+
+    @property
+    def position(self) -> int:
+        return self._local.position
+
+    @property
+    def rows(self) -> int:
+        return self._local.rows
+
+    @property
+    def taps(self) -> Tensor | None:
+        return self._local.taps

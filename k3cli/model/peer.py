@@ -1,0 +1,120 @@
+"""A process that is rank 1 or higher: loads its part of the model, then does what rank 0 calls for.
+
+`python -m k3cli.model.peer RANK SIZE DEVICE STORE SECONDS PARENT` when rank 0 starts it; `run_launched` under torchrun.
+Writes "ready", and if it fails one JSON line that says why; ends when rank 0 does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from threading import Thread
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """What rank 0 tells the others to load. threads: of a CPU, for each rank; 0 leaves it."""
+
+    model: str
+    dtype: str
+    window: int
+    threads: int
+
+
+def main() -> int:
+    rank, size, device, store, seconds, parent = sys.argv[1:]
+    _end_with_parent(int(parent))
+    import torch
+    import torch.distributed as dist
+
+    from k3cli.model.world import join
+
+    print("ready", flush=True)
+    try:
+        world = join(int(rank), int(size), torch.device(device), dist.FileStore(store, int(size)), float(seconds))
+        world.all(0)
+        return _work(world)
+    except BaseException as error:
+        return _told(error)
+
+
+def run_launched(rank: int, size: int) -> int:
+    """The life of a rank that another program started. Raises K3Error."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 saves the turn and ends; its end is everybody's
+    import torch
+
+    from k3cli.model.peers import local_device
+    from k3cli.model.world import join
+
+    world = join(rank, size, local_device("auto" if torch.cuda.is_available() else "cpu"))
+    return _work(world)
+
+
+def _work(world: Any) -> int:
+    import torch
+
+    from k3cli.model.replica import Replica, serve
+    from k3cli.model.weights import load_model
+
+    try:
+        job = Job(**world.share())
+    except RuntimeError:
+        return _lost()
+    if job.threads:
+        torch.set_num_threads(job.threads)
+    loaded = load_model(job.model, dtype=job.dtype, window=job.window, world=world)
+    serve(Replica(loaded.model, world))
+    return 0
+
+
+def describe(model: str, dtype: str, window: int, threads: int) -> dict[str, Any]:
+    """A `Job` as it goes to the others."""
+    return asdict(Job(model, dtype, window, threads))
+
+
+def _told(error: BaseException) -> int:
+    from k3cli.model.world import described, is_lost
+
+    if is_lost(error):
+        return _lost()
+    if os.environ.get("K3_DEBUG", "0") not in ("", "0"):
+        import traceback
+
+        traceback.print_exception(error)
+    kind, found, expected, do = described(error)
+    print(json.dumps({"kind": kind, "found": found, "expected": expected, "do": do}), flush=True)
+    return 1
+
+
+def _lost() -> int:
+    from k3cli.model.peers import LOST
+
+    return LOST
+
+
+def _end_with_parent(parent: int) -> None:
+    """This process ends when rank 0 does, in the middle of a collective, too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(0)
+
+    def watch() -> None:
+        while os.read(0, 1 << 10):
+            pass
+        os._exit(0)
+
+    Thread(target=watch, name="k3-parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # past the process groups, whose ends wait for ranks that may be gone

@@ -1,0 +1,168 @@
+"""The other ranks' processes: started by rank 0, watched, explained when they fail, and gone when rank 0 is.
+
+A peer ends when the pipe from rank 0 closes, whatever closed it, and on Linux by a signal of the kernel as well. The
+folder of the meeting point is removed as soon as everybody has met.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from k3cli.errors import FitError, K3Error
+from k3cli.model.world import COLLECTIVE, JOINING, World, join
+
+LOST = 69
+"""Exit code of a peer that only lost the others."""
+AGAIN = "start the command again: the session on disk is its last saved turn"
+
+
+class Peers:
+    """Ranks 1 to size - 1 as child processes. `world` is rank 0's end of it."""
+
+    def __init__(self, devices: list[str], seconds: float = COLLECTIVE) -> None:
+        """devices: of every rank, torch names, this process's first. seconds: patience of a collective.
+
+        K3Error when one of them does not come up.
+        """
+        self.size, self._seconds = len(devices), seconds
+        self._folder = Path(tempfile.mkdtemp(prefix="k3-ranks-"))
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._said: dict[int, str] = {}
+        atexit.register(self.close)
+        try:
+            meeting = self._folder / "store"
+            for rank, device in enumerate(devices[1:], 1):
+                self._running.append(self._start(rank, device, meeting))
+            for rank in range(1, self.size):
+                if self._line(rank, JOINING) != "ready":
+                    raise self.explain(RuntimeError("did not start"))
+            store = dist.FileStore(str(meeting), self.size)
+            self.world = join(0, self.size, torch.device(devices[0]), store, seconds)
+            self.world.all(0)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, rank: int, device: str, meeting: Path) -> subprocess.Popen[bytes]:
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+        place = [str(rank), str(self.size), device, str(meeting), str(self._seconds), str(os.getpid())]
+        return subprocess.Popen(
+            # -P: the folder the user is in has no say in what is imported.
+            [sys.executable, "-P", "-m", "k3cli.model.peer", *place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if os.environ.get("K3_DEBUG", "0") not in ("", "0") else subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is rank 0's, who stops all ranks at the same token
+        )
+
+    def pids(self) -> list[int]:
+        """Process ids of ranks 1, 2, ..."""
+        return [process.pid for process in self._running]
+
+    def explain(self, error: BaseException) -> K3Error:
+        """Why the world broke: a rank and its cause. Ends the others."""
+        own = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+        interrupted = not isinstance(error, Exception)
+        until = time.monotonic() + (0 if own or interrupted else 3)
+        while time.monotonic() < until and any(process.poll() is None for process in self._running):
+            time.sleep(0.05)
+        codes = {rank: process.poll() for rank, process in enumerate(self._running, 1)}
+        found = self._blame(codes, error, own, interrupted)
+        self.close()
+        return found
+
+    def _blame(self, codes: dict[int, int | None], error: BaseException, own: bool, interrupted: bool) -> K3Error:
+        if own:
+            return FitError("rank 0: memory ran out", "room for a step on every rank", AGAIN)
+        if interrupted:
+            return K3Error("the ranks were interrupted inside a step", "a step to end", AGAIN)
+        ended = {rank: code for rank, code in codes.items() if code not in (None, LOST)}
+        for rank, code in ended.items():
+            assert code is not None
+            line = self._line(rank, 0.5)
+            with contextlib.suppress(ValueError, KeyError):
+                said = json.loads(line)
+                kind = FitError if said["kind"] == "FitError" else K3Error
+                return kind(f"rank {rank}: {said['found']}", said["expected"], said["do"] or AGAIN)
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return K3Error(f"rank {rank} {how}", "every rank to stay", AGAIN)
+        hung = [rank for rank, code in codes.items() if code is None]
+        if (hung and codes and len(hung) < len(codes)) or "imed out" in str(error):
+            who = ", ".join(map(str, hung)) or "of the world"
+            return K3Error(f"rank {who} has not answered for {self._seconds:g} s", "every rank to take part", AGAIN)
+        first = (str(error).splitlines() or [""])[0]
+        return K3Error(f"rank 0: {first}", "a step that all ranks end", AGAIN)
+
+    def _line(self, rank: int, seconds: float) -> str:
+        """The next line a peer has written, "" when none comes in time or it has ended."""
+        stream: Any = self._running[rank - 1].stdout
+        with selectors.DefaultSelector() as ready:
+            ready.register(stream, selectors.EVENT_READ)
+            if not ready.select(seconds):
+                return ""
+        return bytes(stream.readline()).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Ends all peers, within two seconds."""
+        for process in self._running:
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]
+        until = time.monotonic() + 2
+        for process in self._running:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        atexit.unregister(self.close)
+
+
+def launched() -> tuple[int, int] | None:
+    """(rank, size) where another program started the ranks, as torchrun does; None where nobody did.
+
+    K3Error for an environment that says half of it.
+    """
+    words = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if words == (None, None):
+        return None
+    try:
+        rank, size = (int(word or "") for word in words)
+    except ValueError:
+        raise K3Error(f"RANK={words[0]} and WORLD_SIZE={words[1]}", "two numbers, as torchrun sets them") from None
+    return (rank, size) if size > 1 else None
+
+
+def local_device(kind: str) -> torch.device:
+    """Where a launched rank of this machine runs: LOCAL_RANK's GPU, or the CPU."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+class Launched:
+    """The peers of a launched rank 0: it did not start them, and knows of them what their connections say."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def explain(self, error: BaseException) -> K3Error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        return K3Error(f"a rank was lost ({first})", "every rank to stay", AGAIN)
