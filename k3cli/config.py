@@ -71,6 +71,13 @@ def _spec(value: Any) -> str:
     return value
 
 
+def _gpus(value: Any) -> str:
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or not re.fullmatch(r"all|[1-9]\d{0,3}|\d{1,4}(,\d{1,4})+", text):
+        raise _InvalidError("a number of GPUs, all, or a list as 0,1")
+    return text
+
+
 def _boolean(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -129,6 +136,8 @@ class Settings:
     """Model folder or hub id in the local Hugging Face cache. None: the shipped nano model."""
     device: str = field(default="auto", metadata={"parse": _device})
     dtype: str = field(default="auto", metadata={"parse": _choice("auto", "float32", "bfloat16")})
+    gpus: str | None = field(default=None, metadata={"parse": _gpus})
+    """GPUs that compute together: N, all, or a list as 0,1; ranks on the CPU: N. None: one."""
     spec: str = field(default="auto", metadata={"parse": _spec})
     """Where drafts come from: auto, off, suffix, dspark or dspark:DIR."""
     window: int | None = field(default=None, metadata={"parse": _number(int, 1, 64, "a whole number from 1 to 64")})

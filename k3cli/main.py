@@ -117,7 +117,9 @@ def main() -> int:
         command.main(args, prog_name=prog, complete_var=completing)
         return Exit.OK
     try:
-        code = _run(command, prog, args)
+        rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        peer = rank.isdecimal() and size.isdecimal() and int(rank) > 0
+        code = _peer(int(rank), int(size)) if peer else _run(command, prog, args)
         ignore_signals()
         sys.stdout.flush()
         return code
@@ -127,6 +129,16 @@ def main() -> int:
     except OSError as problem:  # the last flush: a full disk
         silence(sys.stdout)
         return _fail(K3Error(f"stdout: {problem.strerror}", "an output that takes the answer"), Exit.FAILED, False)
+
+
+def _peer(rank: int, size: int) -> int:
+    """A rank above 0 that torchrun started: it reads no command, rank 0 tells it what to do."""
+    from k3cli.model.peer import run_launched
+
+    try:
+        return run_launched(rank, size)
+    except K3Error as problem:
+        return _fail(problem, problem.exit_code, False)
 
 
 def _run(command: Any, prog: str, args: list[str]) -> int:

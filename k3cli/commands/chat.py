@@ -42,6 +42,7 @@ def command(
     model: opt.Model = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
+    gpus: opt.Gpus = None,
     require_cached: opt.RequireCached = False,
     json: opt.Json = False,
 ) -> None:
@@ -70,6 +71,7 @@ def command(
             "model": model,
             "device": device,
             "dtype": dtype,
+            "gpus": gpus,
             "require_cached": require_cached,
         }
     )

@@ -69,6 +69,8 @@ class Drafts:
             from k3cli.engine.drafting.choose import choose, without_draft
 
             choice = choose("auto", model=engine.folder)
+            if choice.model_based and engine.ranks > 1:
+                choice = without_draft(UsageError(f"it needs whole tables of tokens, and there are {engine.ranks} ranks"))
             if choice.model_based:
                 try:
                     return engine.speculate(choice, self.window, sources=sources)

@@ -33,6 +33,11 @@ Model = Annotated[
 Device = Annotated[str | None, typer.Option("--device", metavar="DEV", help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="auto, float32 or bfloat16.")]
 
+Gpus = Annotated[
+    str | None,
+    typer.Option("--gpus", metavar="N|all|0,1", help="GPUs that compute together; with --device cpu, N processes."),
+]
+
 Spec = Annotated[
     str | None,
     typer.Option(

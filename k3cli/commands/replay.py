@@ -37,6 +37,7 @@ def command(
     model: opt.Model = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
+    gpus: opt.Gpus = None,
     json: opt.Json = False,
 ) -> None:
     """Generate each recorded turn again from its inputs, schedule and seed; compare every token and kept checkpoint.
@@ -59,7 +60,7 @@ def command(
             "--system, --tools, --effort or --no-thinking without --into", "--into NEW: another head is another session"
         )
     settings = settings_from(
-        {"effort": effort, "no_thinking": no_thinking, "model": model, "device": device, "dtype": dtype}
+        {"effort": effort, "no_thinking": no_thinking, "model": model, "device": device, "dtype": dtype, "gpus": gpus}
     )
     printer = Printer(json=json)
     store = open_store(settings)
@@ -118,7 +119,7 @@ def _compare(store: Store, settings: Settings, printer: Printer, name: str, star
         raise ReplayDiffers(
             f"replay of {name} differs, first in turn {differences[0].number} {difference(differences[0])}",
             "what was recorded",
-            "the same build, device, dtype and window; k3 doctor shows them",
+            "the same build, device, ranks, dtype and window; k3 doctor shows them",
         )
     printer.line(f"replay of {name} is equal: {turns} turns, {tokens:,} generated tokens, {states} kept checkpoints")
     printer.done(turns=turns, tokens=tokens, checkpoints=states, equal=True)

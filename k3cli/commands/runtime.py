@@ -106,6 +106,7 @@ def load_engine(settings: Settings, printer: Printer) -> Engine:
         settings.model_ref,
         device=settings.device,
         dtype=settings.dtype,
+        gpus=settings.gpus,
         progress=loading_bar(printer),
     )
     printer.clear_bar()

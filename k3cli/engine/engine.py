@@ -82,19 +82,24 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         window: int = 8,
+        gpus: str | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Engine:
         """Load a model folder, or a hub id found in the local cache.
 
         device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "float32" or "bfloat16".
-        window: rows of a decode step, 1 to 64. Raises UsageError, ModelError, FitError.
+        window: rows of a decode step, 1 to 64. gpus: "N", "all" or "0,1": one rank on each, started here and ended
+        with this process; None: as torchrun says, else one. Raises UsageError, ModelError, FitError.
         """
         from k3cli.chat.renderer import renderer_for
         from k3cli.chat.tokenizer import Tokenizer
         from k3cli.model.config import ModelConfig
         from k3cli.model.hub import resolve_model
+        from k3cli.model.peers import launched
+        from k3cli.model.ranks import load_ranks, rank_devices
         from k3cli.model.weights import load_model
 
+        devices = rank_devices(gpus, device)
         if not 1 <= window <= 64:
             raise UsageError(f"window is {window}", "1 to 64 rows")
         folder = resolve_model(model_ref)
@@ -108,7 +113,13 @@ class Engine:
                 "use the tokenizer files that belong to the model",
             )
         renderer = renderer_for(config.model_type, tokenizer)
-        loaded = load_model(folder, device=device, dtype=dtype, window=window, progress=progress)
+        if len(devices) > 1 or launched() is not None:
+            loaded, _ = load_ranks(
+                folder, config, devices, device=device, dtype=dtype, window=window, progress=progress
+            )
+        else:
+            one = devices[0] if devices else device
+            loaded = load_model(folder, device=one, dtype=dtype, window=window, progress=progress)
         model = loaded.model
         ref = str(model_ref)
         return cls(
@@ -139,6 +150,11 @@ class Engine:
             raise UsageError(f"window is {rows}", f"1 to {window}, the rows of a step of this model")
         self.speculation = choice
         self._draft_rows = rows
+        if choice.model_based and self.ranks > 1:
+            raise UsageError(
+                f"spec is {choice.kind} on {self.ranks} ranks",
+                "auto, off or suffix: the draft needs whole tables of tokens",
+            )
         if choice.model_based and make is None:
             sources["draft"] = self._load_draft(choice)
         self._make_drafter = make or drafter_maker(choice, **sources)
@@ -152,6 +168,12 @@ class Engine:
         draft = load_draft(draft_folder(choice, self.folder), self.model.config, tables.embed, tables.head)
         self.model.tap_layers = draft.config.taps
         return draft
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute together."""
+        world = getattr(self.model, "world", None)
+        return 1 if world is None else int(world.size)
 
     def timeline(self, tokens: Sequence[int] = ()) -> Timeline:
         """A timeline at position 0; `tokens` are pending."""
@@ -194,6 +216,7 @@ class Engine:
             "window": self.model.window,
             "kernels": getattr(self.model, "kernels", "reference"),
             "threads": 0 if cuda else torch.get_num_threads(),
+            "ranks": self.ranks,
         }
 
     def describe(self) -> list[dict[str, str]]:

@@ -76,7 +76,8 @@ def context_after(turn: Turn) -> RenderContext:
 
 def runtime_change(turn: Turn, engine: Engine) -> str:
     """What differs between the machine a turn was made on and this one, as one line; "" when nothing does."""
-    then, now = turn.meta.get("runtime") or {}, engine.runtime()
+    # Turns that say nothing of ranks are from before there could be more than one.
+    then, now = {"ranks": 1} | (turn.meta.get("runtime") or {}), engine.runtime()
     other = [key for key in now if then.get(key) != now[key]]
     if not other:
         return ""

@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock
 from typing import Any, Literal
 
@@ -119,6 +120,15 @@ class MirrorModel:
                 self._broken = self._explain(error)
                 raise
         raise refusal
+
+    def close(self) -> None:
+        """Lets the other ranks end, if nothing is under way; nothing can be called afterwards."""
+        if self._lock.acquire(blocking=False):
+            if self._broken is None:
+                self._broken = K3Error("the ranks have ended")
+                with suppress(RuntimeError):
+                    Call(Op.END).send(self.world, 0, 0)
+            self._lock.release()
 
     def _state(self, call: Callable[[int], Call]) -> MirrorState:
         number = next(self._numbers)

@@ -50,10 +50,18 @@ def run_launched(rank: int, size: int) -> int:
     import torch
 
     from k3cli.model.peers import local_device
-    from k3cli.model.world import join
+    from k3cli.model.world import is_lost, join
 
-    world = join(rank, size, local_device("auto" if torch.cuda.is_available() else "cpu"))
-    return _work(world)
+    # One kind of device for all: a machine with GPUs that is to use its CPU hides them (CUDA_VISIBLE_DEVICES).
+    world = join(rank, size, local_device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        code = _work(world)
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        code = _lost()
+    sys.stdout.flush()
+    os._exit(code)  # past the process groups, whose ends wait for ranks that may be gone
 
 
 def _work(world: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,4 +87,6 @@ def load_ranks(
             peers.close()
         raise
     mirror: Any = MirrorModel(loaded.model, config, world, explain)
+    if isinstance(peers, Launched):
+        atexit.register(mirror.close)
     return replace(loaded, model=mirror), peers
