@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def run_launched(rank: int, size: int) -> int:
-    """The life of a rank that another program started. Raises K3Error."""
+    """The life of a rank that another program started; ends the process. Raises K3Error when it can't join."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 saves the turn and ends; its end is everybody's
     import torch

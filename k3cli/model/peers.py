@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from k3cli.errors import FitError, K3Error
-from k3cli.model.world import COLLECTIVE, JOINING, World, join
+from k3cli.model.world import COLLECTIVE, JOINING, World, join, leave
 
 LOST = 69
 """Exit code of a peer that only lost the others."""
@@ -41,7 +41,7 @@ class Peers:
         self.size, self._seconds = len(devices), seconds
         self._folder = Path(tempfile.mkdtemp(prefix="k3-ranks-"))
         self._running: list[subprocess.Popen[bytes]] = []
-        self._said: dict[int, str] = {}
+        self._on_gpus = devices[0] != "cpu"
         atexit.register(self.close)
         try:
             meeting = self._folder / "store"
@@ -131,7 +131,11 @@ class Peers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            with contextlib.suppress(OSError):
+                process.stdout.close()  # type: ignore[union-attr]
         shutil.rmtree(self._folder, ignore_errors=True)
+        if not self._on_gpus:  # NCCL would wait for ranks that are gone
+            leave()
         atexit.unregister(self.close)
 
 

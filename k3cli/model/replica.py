@@ -205,7 +205,7 @@ class Spread:
             if self._source is not None:
                 pieces = np.split(whole[spec.name], self._world.size, axis=head_axis(spec.name))
                 parts = [_bytes(np.ascontiguousarray(piece)) for piece in pieces]
-            dist.scatter(_bytes(part), parts, src=0, group=self._world.control)
+            dist.scatter(_bytes(part), parts, src=0, group=self._world.calls)
             found[spec.name] = part
         return found
 

@@ -27,17 +27,19 @@ COLLECTIVE = 20.0
 """Seconds after which a rank that does not take part in a sum counts as hung."""
 IDLE = timedelta(days=30)
 """How long a rank waits for the next call."""
-SPLIT = 1 << 20
+SPLIT = 1 << 18
 """Bytes from which on each rank sums a share of the elements instead of all of them."""
 
 
 class World:
-    """One rank's end. `rank`, `size`; `control` carries calls and objects between hosts, `group` tensors."""
+    """One rank's end. `rank`, `size`; between hosts `calls` carries calls and `control` objects; `group` sums."""
 
     def __init__(self, rank: int, size: int, device: torch.device, seconds: float = COLLECTIVE) -> None:
         """The default process group must be there. seconds: patience of a collective on tensors."""
         self.rank, self.size, self.device = rank, size, device
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
+        # A call waits until it is taken: the one who calls for as long as for a sum, the others for the next call.
+        self.calls = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds) if rank == 0 else IDLE)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
 
@@ -64,8 +66,8 @@ class World:
         return part if parts is None else torch.cat(parts, dim)
 
     def tell(self, header: Tensor) -> None:
-        """Rank 0's host tensor to all, in place; waits as long as it takes."""
-        dist.broadcast(header, 0, group=self.control)
+        """Rank 0's host tensor to all, in place."""
+        dist.broadcast(header, 0, group=self.calls)
 
     def share(self, thing: Any = None) -> Any:
         """Rank 0's object, on every rank."""
@@ -91,6 +93,12 @@ class World:
             if said is not None:
                 raise _raised(rank, *said)
         return result  # type: ignore[return-value]
+
+
+def leave() -> None:
+    """Closes the connections between CPUs, once the other ranks have ended; a process may then join another world."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def is_lost(error: BaseException) -> bool:

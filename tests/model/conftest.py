@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from k3cli.model.random_weights import write_random_checkpoint
+from k3cli.model.ranks import load_ranks
 from k3cli.model.weights import LoadedModel, load_model
 
 K3 = {
@@ -181,3 +184,50 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def loaded(checkpoints: dict[str, Path]) -> dict[str, LoadedModel]:
     return {name: load_model(path) for name, path in checkpoints.items()}
+
+
+@pytest.fixture(scope="session")
+def split_configs() -> dict[str, dict]:
+    """Configurations with four heads of either kind: K3's experts can be cut in four, the others only have owners."""
+    found = {"k3": copy.deepcopy(K3), "linear": copy.deepcopy(LINEAR)}
+    for name, raw in found.items():
+        text = raw.get("text_config", raw)
+        text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_shared_experts": 4}
+        text |= {"moe_intermediate_size": 128 if name == "k3" else 24}
+        text["linear_attn_config"]["num_heads"] = 4
+    return found
+
+
+@pytest.fixture(scope="session")
+def split_folders(tmp_path_factory: pytest.TempPathFactory, split_configs: dict[str, dict]) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("ranks")
+    return {name: write_random_checkpoint(base / name, raw, seed=7) for name, raw in split_configs.items()}
+
+
+@dataclass
+class Both:
+    """The same checkpoint in one process and over `size` ranks."""
+
+    folder: Path
+    one: LoadedModel
+    many: LoadedModel
+    peers: Any
+    size: int
+
+
+@pytest.fixture(scope="session")
+def load_both():
+    """Loads (folder, size) twice. One process can be in one world at a time: close `peers` before the next."""
+
+    def load(folder: Path, size: int, **more: Any) -> Both:
+        one = load_model(folder)
+        many, peers = load_ranks(folder, one.config, ["cpu"] * size, device="cpu", dtype="float32", window=8, **more)
+        return Both(folder, one, many, peers, size)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, split_configs: dict[str, dict]) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("ranks")
+    return {name: write_random_checkpoint(base / name, raw, seed=7) for name, raw in split_configs.items()}
