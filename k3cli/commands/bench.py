@@ -78,10 +78,11 @@ def command(
         return
     from k3cli.bench.run import Ask, climb, operators, subject
     from k3cli.commands.plan import configuration, parse_tokens
-    from k3cli.commands.runtime import settings_from
+    from k3cli.commands.runtime import one_piece, settings_from
 
     settings = settings_from({"model": model, "device": device, "dtype": dtype, "window": window})
     printer = Printer(json=json)
+    one_piece(settings, printer)
     if cache not in ("cold", "warm"):
         raise UsageError(f"--cache is {cache!r}", "cold or warm")
     if plot is not None and kernels:

@@ -30,7 +30,7 @@ def logits(
     dtype: opt.Dtype = None,
 ) -> None:
     """Write the logits of every position of a token list."""
-    from k3cli.commands.runtime import loading_bar, settings_from
+    from k3cli.commands.runtime import loading_bar, one_piece, settings_from
 
     settings = settings_from({"model": model, "device": device, "dtype": dtype})
     if not out.absolute().parent.is_dir():
@@ -38,6 +38,7 @@ def logits(
     from k3cli.model.debug import write_logits
 
     printer = Printer()
+    one_piece(settings, printer)
     rows, vocab = write_logits(
         settings.model_ref,
         tokens_file,

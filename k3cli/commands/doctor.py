@@ -11,7 +11,11 @@ from k3cli.errors import Exit
 
 
 def command(
-    model_ref: opt.Model = None, device: opt.Device = None, dtype: opt.Dtype = None, json: opt.Json = False
+    model_ref: opt.Model = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    gpus: opt.Gpus = None,
+    json: opt.Json = False,
 ) -> None:
     """Show the machine, versions, paths, settings, what was chosen and why, and whether the model fits.
 
@@ -19,7 +23,7 @@ def command(
     """
     from k3cli.commands.runtime import settings_from
 
-    settings = settings_from({"model": model_ref, "device": device, "dtype": dtype})
+    settings = settings_from({"model": model_ref, "device": device, "dtype": dtype, "gpus": gpus})
     printer = Printer(json=json)
     code, section = Exit.OK, ""
     groups = (versions(), machine(), paths(settings), settings_rows(settings), model(settings), store_health(settings))

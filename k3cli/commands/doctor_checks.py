@@ -104,7 +104,9 @@ def model(settings: Settings) -> Iterator[Check]:
     from k3cli.model.config import ModelConfig
     from k3cli.model.hub import resolve_model
     from k3cli.model.network import DEFAULT_WINDOW
-    from k3cli.model.placement import available_memory, choose_device, choose_dtype, weights_memory
+    from k3cli.model.parallel import check_world, held
+    from k3cli.model.placement import choose_device, choose_dtype, rank_memory, weights_memory
+    from k3cli.model.ranks import rank_devices
     from k3cli.model.state import state_layout
 
     why = settings.sources.get("model", "none configured: the shipped k3-nano")
@@ -124,12 +126,19 @@ def model(settings: Settings) -> Iterator[Check]:
         yield Check("chosen", "device", str(device), reason)
         dtype, reason = choose_dtype(settings.dtype, device, config)
         yield Check("chosen", "dtype", str(dtype).removeprefix("torch."), reason)
-        yield from drafting(settings, DEFAULT_WINDOW, folder)
+        ranks = rank_devices(settings.gpus, settings.device) or [str(device)]
+        world = len(ranks)
+        check_world(config, world)
+        sizes = [weights_memory(config, dtype, rank, world) for rank in range(world)]
+        if settings.gpus is not None:
+            reason = f"{settings.sources['gpus']}; weights of each: {', '.join(map(human_bytes, sizes))}"
+            yield Check("chosen", "ranks", ", ".join(ranks), reason)
+        yield from drafting(settings, DEFAULT_WINDOW, folder, world)
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
-        yield from kernels(config, device, dtype, DEFAULT_WINDOW)
-        layout, free = state_layout(config, dtype), available_memory(device)
-        yield from fit(config, dtype, weights_memory(config, dtype), layout, free, str(device))
+        mine, where = held(config, world), str(device) if world == 1 else "each rank"
+        yield from kernels(mine, device, dtype, DEFAULT_WINDOW)
+        yield from fit(mine, dtype, max(sizes), state_layout(mine, dtype), rank_memory(device, world), where)
     except K3Error as problem:
         yield Check("model", "problem", str(problem), why, problem.exit_code)
 
@@ -152,17 +161,17 @@ def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, windo
     yield Check("chosen", "CUDA graphs", "no" if eager else "yes", eager or recorded)
 
 
-def drafting(settings: Settings, window: int, folder: Path | None = None) -> Iterator[Check]:
+def drafting(settings: Settings, window: int, folder: Path | None = None, ranks: int = 1) -> Iterator[Check]:
     """How decoding drafts, and from what the number of rows is decided.
 
-    window: rows of a step of the model, which lies in `folder`.
+    window: rows of a step of the model, which lies in `folder` and which `ranks` processes share.
     """
     from k3cli.engine.drafting.choose import choose
     from k3cli.engine.drafting.policy import describe
 
     yield Check("chosen", "step", f"{window} rows", "always this many, so that drafts change no bit")
     source = settings.sources.get("spec")
-    choice = choose(settings.spec, f"asked for by {source}" if source else "", folder)
+    choice = choose(settings.spec, f"asked for by {source}" if source else "", folder, ranks)
     yield Check("chosen", "drafts", choice.kind, choice.reason)
     if choice.model_based:
         where = choice.folder or "the model's own"

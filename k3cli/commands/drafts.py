@@ -45,6 +45,11 @@ class Drafts:
         choice = choose(settings.spec, f"asked for by {source}" if source else "")
         if draft_from and choice.kind in ("off", "dspark"):
             raise UsageError(f"--draft-from with --spec {choice.kind}", "auto, suffix or both, which draft from texts")
+        if choice.model_based and settings.gpus not in (None, "1"):
+            raise UsageError(
+                f"--spec {choice.kind} with {settings.sources['gpus']} {settings.gpus}",
+                "auto, off or suffix: the draft needs whole tables of tokens",
+            )
         if choice.model_based:
             from k3cli.engine.drafting.choose import draft_folder
             from k3cli.model.hub import resolve_model
@@ -68,9 +73,7 @@ class Drafts:
         if self.auto:
             from k3cli.engine.drafting.choose import choose, without_draft
 
-            choice = choose("auto", model=engine.folder)
-            if choice.model_based and engine.ranks > 1:
-                choice = without_draft(UsageError(f"it needs whole tables of tokens, and there are {engine.ranks} ranks"))
+            choice = choose("auto", model=engine.folder, ranks=engine.ranks)
             if choice.model_based:
                 try:
                     return engine.speculate(choice, self.window, sources=sources)

@@ -115,6 +115,12 @@ def load_engine(settings: Settings, printer: Printer) -> Engine:
     return engine
 
 
+def one_piece(settings: Settings, printer: Printer) -> None:
+    """Says so where a command that runs the model in one piece was asked for several GPUs by a file or variable."""
+    if settings.gpus not in (None, "1"):
+        printer.notice(f"{settings.sources['gpus']} is {settings.gpus}: this command runs the model in one piece")
+
+
 def sampling_of(settings: Settings) -> Sampling:
     """How to draw: the engine's defaults < what the model recommends < what the user set."""
     from k3cli.engine.sampling import Sampling

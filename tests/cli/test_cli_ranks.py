@@ -1,0 +1,109 @@
+"""`--gpus` on a CPU, as processes: one turn each with two ranks and with one, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from k3cli.config import NANO
+from k3cli.model.random_weights import write_random_checkpoint
+
+LONG = pytest.mark.skipif(os.environ.get("K3_LONG") != "1", reason="slow: K3_LONG=1")
+
+
+@pytest.fixture(scope="module")
+def splittable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """k3-nano's tokenizer over a random model of four heads, which ranks can share (k3-nano itself has five)."""
+    raw = json.loads((NANO / "config.json").read_text())
+    text = raw["text_config"]
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "num_experts": 8}
+    text["linear_attn_config"] |= {"num_heads": 4, "full_attn_layers": [3], "kda_layers": [1, 2]}
+    folder = write_random_checkpoint(tmp_path_factory.mktemp("model") / "four", raw, seed=3)
+    for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(NANO / name, folder / name)
+    return folder
+
+
+def k3(*words: str, **more) -> subprocess.Popen[str]:
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    command = [sys.executable, "-m", "k3cli", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **more)
+
+
+def said(*words: str) -> list[dict]:
+    process = k3(*words, "--json", "--max-tokens", "6", "-t", "0")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def answer(events: list[dict]) -> str:
+    return "".join(event["text"] for event in events if event["type"] in ("text", "thinking"))
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(folder.name))
+    return found
+
+
+def running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_session_goes_from_two_ranks_to_one(splittable: Path):
+    model = ("-m", str(splittable), "--device", "cpu")
+    two = said("chat", *model, "-s", "a", "-p", "hello", "--gpus", "2")
+    one = said("chat", *model, "-s", "b", "-p", "hello")
+    assert answer(two) == answer(one) != ""
+    back = said("resume", "a", *model, "-p", "go on")
+    same = said("resume", "b", *model, "-p", "go on")
+    assert answer(back) == answer(same) != ""
+    notices = [event["message"] for event in back if event["type"] == "notice"]
+    assert any("ranks 2; now ranks 1" in line for line in notices)
+    counts = next(event for event in back if event["type"] == "saved")
+    assert counts["replayed"] == 0
+    assert counts["reused"] > 50
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["kill", pytest.param("terminate", marks=LONG)])
+def test_nothing_stays_when_rank_0_ends(splittable: Path, how: str):
+    more = ("--gpus", "2", "--max-tokens", "3000", "-t", "1", "--spec", "off")
+    process = k3("chat", "-m", str(splittable), "--device", "cpu", "-s", "k", "-p", "hello", *more)
+    assert process.stderr is not None
+    process.stderr.readline()  # the session is open: the model is loaded on all ranks
+    peers = descendants(process.pid)
+    assert len(peers) == 1
+    getattr(process, how)()
+    process.communicate(timeout=30)
+    until = time.monotonic() + 5
+    while any(map(running, peers)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(running, peers))
+
+
+def test_refusals_name_what_works(splittable: Path):
+    for words, found in (
+        (("--gpus", "3"), "3 GPUs; expected a number that divides heads and experts: 1, 2, 4"),
+        (("--gpus", "0"), "--gpus is '0'; expected a number of GPUs"),
+        (("--gpus", "2", "--spec", "dspark:" + str(NANO / "dspark")), "--spec dspark with --gpus 2"),
+    ):
+        process = k3("chat", "-m", str(splittable), "--device", "cpu", "-p", "hello", *words)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 2, err
+        assert found in err
