@@ -105,7 +105,7 @@ def model(settings: Settings) -> Iterator[Check]:
     from k3cli.model.hub import resolve_model
     from k3cli.model.network import DEFAULT_WINDOW
     from k3cli.model.parallel import check_world, held
-    from k3cli.model.placement import choose_device, choose_dtype, rank_memory, weights_memory
+    from k3cli.model.placement import choose_device, choose_dtype, prefill_chunk, rank_memory, weights_memory
     from k3cli.model.ranks import rank_devices
     from k3cli.model.state import state_layout
 
@@ -137,13 +137,16 @@ def model(settings: Settings) -> Iterator[Check]:
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         mine, where = held(config, world), str(device) if world == 1 else "each rank"
-        yield from kernels(mine, device, dtype, DEFAULT_WINDOW)
-        yield from fit(mine, dtype, max(sizes), state_layout(mine, dtype), rank_memory(device, world), where)
+        yield from kernels(mine, device, dtype, DEFAULT_WINDOW, world)
+        chunk = prefill_chunk(weights_memory(config, dtype), device.type)
+        yield from fit(mine, dtype, max(sizes), state_layout(mine, dtype), rank_memory(device, world), where, chunk)
     except K3Error as problem:
         yield Check("model", "problem", str(problem), why, problem.exit_code)
 
 
-def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int) -> Iterator[Check]:
+def kernels(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int, world: int = 1
+) -> Iterator[Check]:
     """What each operation runs with, in one line where all run with the same; and whether steps are recorded."""
     from k3cli.model.choices import eager_reason, kernel_choices
 
@@ -156,7 +159,7 @@ def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, windo
         for name, choice in found.items():
             word = "library attention" if choice.kernel and name == "mla.prefill" else words[choice.kernel]
             yield Check("chosen", f"kernel {name}", word, choice.reason)
-    eager = eager_reason(config, device, dtype, window)
+    eager = eager_reason(config, device, dtype, window, world)
     recorded = "recorded at the second step with each number of rows, so that a step is one launch"
     yield Check("chosen", "CUDA graphs", "no" if eager else "yes", eager or recorded)
 
@@ -186,10 +189,16 @@ def drafting(settings: Settings, window: int, folder: Path | None = None, ranks:
 
 
 def fit(
-    config: ModelConfig, dtype: torch.dtype, weights: int, layout: StateLayout, free: int | None, device: str
+    config: ModelConfig,
+    dtype: torch.dtype,
+    weights: int,
+    layout: StateLayout,
+    free: int | None,
+    device: str,
+    chunk: int,
 ) -> Iterator[Check]:
-    """Weights, the fixed and the growing state, and what of it the device's free memory holds. Bytes; tokens."""
-    from k3cli.model.placement import prefill_chunk
+    """Weights, the fixed and the growing state, and what of it the device's free memory holds beside the work space of
+    a prefill of `chunk` tokens. Bytes; tokens."""
     from k3cli.model.pool import Geometry, granules_for, room
 
     (fixed, row), limit = state_bytes(layout), config.context_limit
@@ -203,9 +212,7 @@ def fit(
         return
     geometry = Geometry.of(config, layout.hash_block, dtype)
     try:
-        granules = granules_for(
-            config, geometry, free - weights, dtype, prefill_chunk(weights, device.partition(":")[0])
-        )
+        granules = granules_for(config, geometry, free - weights, dtype, chunk)
     except FitError as problem:
         yield Check(
             "fit", "room", f"does not fit: {problem.found}", f"{human_bytes(free)} free on {device}", Exit.NO_FIT

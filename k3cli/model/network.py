@@ -57,8 +57,8 @@ class K3Model:
         granules: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        """window: rows of every decode and verify step, W >= 1. granules: of the pool; None: what fits. chunk: tokens of
-        a prefill chunk; None: by the size of the weights.
+        """window: rows of every decode and verify step, W >= 1. granules: of the pool; None: what fits. chunk: tokens
+        of a prefill chunk; None: by the size of the weights.
 
         world: the ranks this one computes together with, None for a model in one piece. config and weights are then the
         rank's (`parallel.held`), every rank makes the same calls in the same order, and logits are rank 0's alone:
@@ -112,9 +112,7 @@ class K3Model:
         stack = stacked(kda, bound, eps) if kda else None
         each = [StepWeights(w.conv, w.A_log, w.dt_bias, w.o_norm, bound, eps) for w in kda]
         pages = -(-cfg.context_limit // self._layout.hash_block) + 1
-        eager = eager_reason(cfg, self.device, self.dtype, self.window)
-        if self._world is not None:
-            eager = eager or f"{self._world.size} ranks: a step with sums between them is not recorded"
+        eager = eager_reason(cfg, self.device, self.dtype, self.window, 1 if self._world is None else self._world.size)
         return Stepper(self.pool, self.window, pages, each, stack, self._logits, eager)
 
     def new_state(self) -> State:
