@@ -23,7 +23,7 @@ from k3cli.model.network import K3Model
 from k3cli.model.replica import LOGITS, Call, Op, Replica
 from k3cli.model.state import State, state_layout
 from k3cli.model.step import WindowLog
-from k3cli.model.world import World
+from k3cli.model.world import World, leave
 
 Explain = Callable[[BaseException], K3Error]
 """Turns what a broken collective raised into an error that names the rank and the cause; ends the other ranks."""
@@ -129,6 +129,7 @@ class MirrorModel:
                 with suppress(RuntimeError):
                     Call(Op.END).send(self.world, 0, 0)
             self._lock.release()
+        leave()
 
     def _state(self, call: Callable[[int], Call]) -> MirrorState:
         number = next(self._numbers)

@@ -15,6 +15,13 @@ from dataclasses import asdict, dataclass
 from threading import Thread
 from typing import Any
 
+LOST = 69
+"""Exit code of a peer that only lost the others."""
+SITTING = 70
+"""Exit code of a peer whose pipe closed in the middle of a call."""
+_serving: list[Any] = []
+"""This process's `Replica`, once it serves."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -59,7 +66,7 @@ def run_launched(rank: int, size: int) -> int:
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        code = _lost()
+        code = LOST
     sys.stdout.flush()
     os._exit(code)  # past the process groups, whose ends wait for ranks that may be gone
 
@@ -73,11 +80,12 @@ def _work(world: Any) -> int:
     try:
         job = Job(**world.share())
     except RuntimeError:
-        return _lost()
+        return LOST
     if job.threads:
         torch.set_num_threads(job.threads)
     loaded = load_model(job.model, dtype=job.dtype, window=job.window, world=world)
-    serve(Replica(loaded.model, world))
+    _serving.append(Replica(loaded.model, world))
+    serve(_serving[0])
     return 0
 
 
@@ -90,7 +98,7 @@ def _told(error: BaseException) -> int:
     from k3cli.model.world import described, is_lost
 
     if is_lost(error):
-        return _lost()
+        return LOST
     if os.environ.get("K3_DEBUG", "0") not in ("", "0"):
         import traceback
 
@@ -98,12 +106,6 @@ def _told(error: BaseException) -> int:
     kind, found, expected, do = described(error)
     print(json.dumps({"kind": kind, "found": found, "expected": expected, "do": do}), flush=True)
     return 1
-
-
-def _lost() -> int:
-    from k3cli.model.peers import LOST
-
-    return LOST
 
 
 def _end_with_parent(parent: int) -> None:
@@ -117,7 +119,7 @@ def _end_with_parent(parent: int) -> None:
     def watch() -> None:
         while os.read(0, 1 << 10):
             pass
-        os._exit(0)
+        os._exit(SITTING if any(replica.busy for replica in _serving) else LOST)
 
     Thread(target=watch, name="k3-parent", daemon=True).start()
 

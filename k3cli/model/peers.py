@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 from k3cli.errors import FitError, K3Error
+from k3cli.model.peer import LOST, SITTING
 from k3cli.model.world import COLLECTIVE, JOINING, World, join, leave
 
-LOST = 69
-"""Exit code of a peer that only lost the others."""
 AGAIN = "start the command again: the session on disk is its last saved turn"
 
 
@@ -41,7 +40,6 @@ class Peers:
         self.size, self._seconds = len(devices), seconds
         self._folder = Path(tempfile.mkdtemp(prefix="k3-ranks-"))
         self._running: list[subprocess.Popen[bytes]] = []
-        self._on_gpus = devices[0] != "cpu"
         atexit.register(self.close)
         try:
             meeting = self._folder / "store"
@@ -80,9 +78,10 @@ class Peers:
         """Why the world broke: a rank and its cause. Ends the others."""
         own = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
         interrupted = not isinstance(error, Exception)
-        until = time.monotonic() + (0 if own or interrupted else 3)
-        while time.monotonic() < until and any(process.poll() is None for process in self._running):
-            time.sleep(0.05)
+        if not own and not interrupted:
+            self._wait(2)  # who was ended has ended, who missed somebody in a sum, too
+            self._hang_up()
+            self._wait(1)  # who waited for a call ends now, and who sits in one says so; a stopped process does neither
         codes = {rank: process.poll() for rank, process in enumerate(self._running, 1)}
         found = self._blame(codes, error, own, interrupted)
         self.close()
@@ -93,7 +92,7 @@ class Peers:
             return FitError("rank 0: memory ran out", "room for a step on every rank", AGAIN)
         if interrupted:
             return K3Error("the ranks were interrupted inside a step", "a step to end", AGAIN)
-        ended = {rank: code for rank, code in codes.items() if code not in (None, LOST)}
+        ended = {rank: code for rank, code in codes.items() if code not in (None, LOST, SITTING)}
         for rank, code in ended.items():
             assert code is not None
             line = self._line(rank, 0.5)
@@ -103,9 +102,9 @@ class Peers:
                 return kind(f"rank {rank}: {said['found']}", said["expected"], said["do"] or AGAIN)
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             return K3Error(f"rank {rank} {how}", "every rank to stay", AGAIN)
-        hung = [rank for rank, code in codes.items() if code is None]
-        if (hung and codes and len(hung) < len(codes)) or "imed out" in str(error):
-            who = ", ".join(map(str, hung)) or "of the world"
+        stopped, sitting = ([rank for rank, code in codes.items() if code == found] for found in (None, SITTING))
+        if stopped or sitting:
+            who = ", ".join(map(str, stopped or sitting))
             return K3Error(f"rank {who} has not answered for {self._seconds:g} s", "every rank to take part", AGAIN)
         first = (str(error).splitlines() or [""])[0]
         return K3Error(f"rank 0: {first}", "a step that all ranks end", AGAIN)
@@ -119,11 +118,20 @@ class Peers:
                 return ""
         return bytes(stream.readline()).decode(errors="replace").strip()
 
-    def close(self) -> None:
-        """Ends all peers, within two seconds."""
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(process.poll() is None for process in self._running):
+            time.sleep(0.05)
+
+    def _hang_up(self) -> None:
+        """Closes the pipes to the peers: they end."""
         for process in self._running:
             with contextlib.suppress(OSError):
                 process.stdin.close()  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """Ends all peers, within two seconds."""
+        self._hang_up()
         until = time.monotonic() + 2
         for process in self._running:
             try:
@@ -134,8 +142,7 @@ class Peers:
             with contextlib.suppress(OSError):
                 process.stdout.close()  # type: ignore[union-attr]
         shutil.rmtree(self._folder, ignore_errors=True)
-        if not self._on_gpus:  # NCCL would wait for ranks that are gone
-            leave()
+        leave()
         atexit.unregister(self.close)
 
 

@@ -89,6 +89,8 @@ class Replica:
         self.model, self.world = model, world
         self.held: dict[int, State | WindowLog] = {}
         self.refused = 0
+        self.busy = False
+        """In the middle of a call."""
 
     def drop(self, numbers: tuple[int, ...]) -> None:
         for number in numbers:
@@ -159,10 +161,12 @@ def serve(replica: Replica) -> None:
                 f"it has refused {replica.refused} calls and {pool.free} free granules, rank 0 {refused} and {free}",
                 "the same state on every rank",
             )
+        replica.busy = True
         try:
             replica.run(call)
         except K3Error:
             replica.refused += 1
+        replica.busy = False
 
 
 def head_axis(name: str) -> int:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -96,9 +97,12 @@ class World:
 
 
 def leave() -> None:
-    """Closes the connections between CPUs, once the other ranks have ended; a process may then join another world."""
+    """Closes the connections; a process may then join another world. Without it, threads of theirs abort an exit."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        # In a thread: a device may wait for ranks that are gone.
+        closing = Thread(target=dist.destroy_process_group, name="k3-leave", daemon=True)
+        closing.start()
+        closing.join(5)
 
 
 def is_lost(error: BaseException) -> bool:
