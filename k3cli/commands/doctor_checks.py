@@ -195,10 +195,10 @@ def fit(
     layout: StateLayout,
     free: int | None,
     device: str,
-    chunk: int,
+    chunk: int | None = None,
 ) -> Iterator[Check]:
     """Weights, the fixed and the growing state, and what of it the device's free memory holds beside the work space of
-    a prefill of `chunk` tokens. Bytes; tokens."""
+    a prefill of `chunk` tokens (None: a page of them). Bytes; tokens."""
     from k3cli.model.pool import Geometry, granules_for, room
 
     (fixed, row), limit = state_bytes(layout), config.context_limit
