@@ -244,7 +244,7 @@ def test_the_engine_tells_what_it_chose(tiny_engine, tiny_model) -> None:
     assert tiny_engine.context_limit == 8192
     assert tiny_engine.identity.compute == "float32"
     assert tiny_engine.name == tiny_model.name
-    assert set(tiny_engine.runtime()) == {"k3", "torch", "device", "dtype", "window", "kernels", "threads"}
+    assert set(tiny_engine.runtime()) == {"k3", "torch", "device", "dtype", "window", "kernels", "ranks", "threads"}
 
 
 def test_a_shared_head_is_taken_from_memory_where_this_process_has_it(tiny_model, store, monkeypatch) -> None:
