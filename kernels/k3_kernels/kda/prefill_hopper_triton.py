@@ -1,8 +1,8 @@
 """The walk of prefill_triton for Hopper in Gluon, K = V = 128, bf16: warps that copy, warps that multiply.
 
 One warp fills a ring of buffers with the operands of coming chunks. Two warp groups hold 64 rows each of one head's
-state in registers, read every buffer together and never wait for each other, only for the ring. Of the products of a
-chunk only those that the next state needs are waited for at once; the output's run beside them.
+state in registers, read every buffer together and never wait for each other, only for the ring. The queries' product
+runs while the update of the state is worked out.
 """
 
 from __future__ import annotations
@@ -68,18 +68,6 @@ def _copy(
 
 
 @gluon.jit
-def _hand_out(o, outs, done, token, channel, buffer):
-    """Starts the copy of a finished tile of outputs; two buffers take turns."""
-    mine = outs.index(buffer)
-    tma.store_wait(1)
-    barrier()
-    mine.permute([1, 0]).store(done)
-    fence_async_shared()
-    barrier()
-    tma.async_copy_shared_to_global(o, [token, channel], mine)
-
-
-@gluon.jit
 def _multiply(
     o, start, end, keys, queries, ends, solves, mixes, fades, rates, owns, values, outs, full, empty,
     first, n, each, H, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
@@ -104,7 +92,6 @@ def _multiply(
     none = gl.zeros([ROWS, C], gl.float32, PAIR)
     begin = segment * each
     count = 0
-    done = gl.zeros([ROWS, C], kind, PAIR)
     for chunk in range(begin, gl.minimum(begin + each, n)):
         now = count % STAGES
         mbarrier.wait(full.index(now), (count // STAGES) & 1)
@@ -112,13 +99,6 @@ def _multiply(
         met = warpgroup_mma(held, keys.index(now).permute([1, 0]), none, use_acc=False, is_async=True)
         if OUTPUT:
             out = warpgroup_mma(held, queries.index(now).permute([1, 0]), none, use_acc=False, is_async=True)
-        # While these run: what the chunk before left to do.
-        if count > 0:
-            if OUTPUT:
-                _hand_out(o, outs, done, first + (chunk - 1) * C, head * V + GROUP * ROWS, 2 * GROUP + count % 2)
-            else:
-                barrier()
-            mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
         given = values.index(now).slice(GROUP * ROWS, ROWS, 1).permute([1, 0]).load(PAIR).to(gl.float32)
         if not OUTPUT:
             given = gl.where(tile == 0, given, 0.0)
@@ -143,14 +123,21 @@ def _multiply(
         if OUTPUT:
             out = warpgroup_mma(gl.convert_layout(near, LEFT), mixes.index(now).permute([1, 0]), out, is_async=True)
             own = u * owns.index(now).load(PAIR)
+            # Both at once: ptxas crashes when the outputs are stored while the state's products run.
             out, S = warpgroup_mma_wait(0, [out, S])
-            done = (out + own).to(kind)
+            mine = outs.index(2 * GROUP + count % 2)
+            tma.store_wait(1)
+            barrier()
+            mine.permute([1, 0]).store((out + own).to(kind))
+            fence_async_shared()
         else:
             S = warpgroup_mma_wait(0, [S])
+        barrier()
+        if OUTPUT:
+            tma.async_copy_shared_to_global(o, [first + chunk * C, head * V + GROUP * ROWS], mine)
+        mbarrier.arrive(empty.index(now), count=1)
         count += 1
     if OUTPUT:
-        last = gl.minimum(begin + each, n) - 1
-        _hand_out(o, outs, done, first + last * C, head * V + GROUP * ROWS, 2 * GROUP + count % 2)
         if segment == gl.num_programs(2) - 1:
             gl.store(end + (head * V + row[:, None]) * K + d[None, :], S)
         tma.store_wait(0)
@@ -164,7 +151,7 @@ def walk(
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """Arguments and results of prefill_triton's walk, all tensors but start and end as descriptors; grid (tiles of V
+    """Arguments and results of prefill_triton's walk, all tensors but start and end as descriptors. Grid (tiles of V
     rows, heads, segments), four warps and five more."""
     BARS: gl.constexpr = mbarrier.MBarrierLayout()
     OUT: gl.constexpr = STAGES if OUTPUT else 1

@@ -24,6 +24,11 @@ from k3_kernels.kda.prefill_inside_triton import inside, inside_exact, invert
 CHUNK = 32
 WORKSPACE = 768 << 20
 """Bytes of scratch memory of a call; longer calls are made of several."""
+REGISTERS = 128
+"""Of a thread of `inside`: four programs fit a processor."""
+ROWS = 64
+"""Of the state, in one program of the Triton walk; the least the matrix units of Hopper take."""
+STAGES = 3
 RESIDENT = 256
 """Programs of the walk that should run at once: segments are cut until there are about that many."""
 HOPPER_RESIDENT = 72
@@ -112,12 +117,6 @@ class Tuning:
     segments: int = 0
     exact: bool | None = None
     hopper: bool | None = None
-    inside_warps: int = 4
-    inside_registers: int | None = 128
-    invert_warps: int = 1
-    rows: int = 64
-    warps: int = 4
-    stages: int = 3
 
 
 def prefill(
@@ -200,11 +199,11 @@ def _inside(
     if lower_bound is not None and -5 <= lower_bound <= 0 and not exact:
         inside[(lines,)](
             *given, *found, K=K, C=CHUNK, PRECISION=_precision(kind),
-            num_warps=tuning.inside_warps, maxnreg=tuning.inside_registers,
+            num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     else:
         inside_exact[(lines,)](*given, *found, K=K, C=CHUNK, BOUNDED=lower_bound is not None, num_warps=4)
-    invert[(lines,)](system, squares[0], C=CHUNK, num_warps=tuning.invert_warps)
+    invert[(lines,)](system, squares[0], C=CHUNK, num_warps=1)
     return _Parts(tiles, squares, decay, beta, itself)
 
 
@@ -223,7 +222,7 @@ def _carry(parts: _Parts, v: Tensor, o: Tensor, state: Tensor, first: int, tunin
 
         BV, resident, launch = V, HOPPER_RESIDENT, prefill_hopper_triton.launcher(parts, v, o)
     else:
-        BV, resident, launch = min(V, K, tuning.rows), RESIDENT, _launcher(parts, v, o, tuning)
+        BV, resident, launch = min(V, K, ROWS), RESIDENT, _launcher(parts, v, o)
     segments = tuning.segments or max(1, min(resident // (H * (V // BV)), n // 16))
     each = triton.cdiv(n, segments)
     segments = triton.cdiv(n, each)
@@ -238,11 +237,11 @@ def _carry(parts: _Parts, v: Tensor, o: Tensor, state: Tensor, first: int, tunin
     return new
 
 
-def _launcher(parts: _Parts, v: Tensor, o: Tensor, tuning: Tuning) -> Launch:
+def _launcher(parts: _Parts, v: Tensor, o: Tensor) -> Launch:
     """`_walk` with these operands."""
     _, H, V = v.shape
     K = parts.decay.shape[1]
-    BV = min(V, K, tuning.rows)
+    BV = min(V, K, ROWS)
     shared = (
         *(TensorDescriptor.from_tensor(x, [CHUNK, K]) for x in parts.tiles),
         *(TensorDescriptor.from_tensor(x, [CHUNK, CHUNK]) for x in parts.squares),
@@ -255,8 +254,8 @@ def _launcher(parts: _Parts, v: Tensor, o: Tensor, tuning: Tuning) -> Launch:
     ) -> None:
         _walk[grid](
             *shared, start, end, first, n, each, H, K=K, V=V, C=CHUNK, BV=BV, OUTPUT=output,
-            PRECISION=_precision(v.dtype), STAGES=tuning.stages if v.dtype != torch.float32 else 1,
-            num_warps=tuning.warps,
+            PRECISION=_precision(v.dtype), STAGES=STAGES if v.dtype != torch.float32 else 1,
+            num_warps=4,
         )  # fmt: skip
 
     return launch
