@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,6 +223,12 @@ def _prompt_session(history: Path) -> PromptSession[str]:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     class History(FileHistory):
+        def load_history_strings(self) -> Iterable[str]:
+            try:
+                return [*super().load_history_strings()]
+            except OSError:  # read in a thread behind the prompt, when the file may be gone
+                return []
+
         def store_string(self, string: str) -> None:
             with suppress(OSError):  # a full disk costs the line in the history, not the prompt
                 super().store_string(string)
