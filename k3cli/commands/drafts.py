@@ -61,25 +61,31 @@ class Drafts:
         texts = [_text(Path(path)) for path in draft_from if not path.startswith(SESSION)]
         return cls(choice, settings.window, tuple(texts), tuple(names), settings.spec == "auto")
 
-    def apply(self, engine: Engine, store: Store) -> None:
-        """The timelines of this engine draft so from here on. UsageError when --window is out of range."""
+    def apply(self, engine: Engine, store: Store) -> str:
+        """The timelines of this engine draft so from here on. UsageError when --window is out of range.
+
+        Returns what the user should know, "" for nothing: that the model's own draft can't be used.
+        """
         sources = [engine.tokenizer.encode_text(text) for text in self.texts]
         for name in self.sessions:
             head = store.session(name).head
             # Ids of another tokenizer are only bad guesses; those the model does not have are left out.
             ids = [] if head is None else [int(token) for token in store.tokens(head)]
             sources.append([token for token in ids if token < engine.tokenizer.n_vocab])
-        choice = self.choice
+        choice, problem = self.choice, ""
         if self.auto:
             from k3cli.engine.drafting.choose import choose, without_draft
 
             choice = choose("auto", model=engine.folder, ranks=engine.ranks)
             if choice.model_based:
                 try:
-                    return engine.speculate(choice, self.window, sources=sources)
-                except ModelError as problem:  # nobody asked for this draft: text is drafted from all the same
-                    choice = without_draft(problem)
-        return engine.speculate(choice, self.window, sources=sources)
+                    engine.speculate(choice, self.window, sources=sources)
+                    return ""
+                except ModelError as error:  # nobody asked for this draft: text is drafted from all the same
+                    choice = without_draft(error)
+                    problem = f"drafts come from matches in the text alone: {choice.reason.removeprefix('auto: ')}"
+        engine.speculate(choice, self.window, sources=sources)
+        return problem
 
 
 def _text(path: Path) -> str:

@@ -53,7 +53,9 @@ def talk(
     sampling = sampling_of(settings)
     engine = load_engine(settings, printer)
     if drafts is not None:
-        drafts.apply(engine, store)
+        problem = drafts.apply(engine, store)
+        if problem:
+            printer.notice(problem)
     try:
         conversation = Conversation.open(
             engine,

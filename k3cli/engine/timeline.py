@@ -77,11 +77,6 @@ class Timeline:
         return self.tokens[self.position :]
 
     @property
-    def next_logits(self) -> Tensor | None:
-        """float32 [V] from which the token after the last evaluated one is drawn; None right after a restore."""
-        return self._logits
-
-    @property
     def torn(self) -> str:
         """Why the timeline can't be used any more, "" when it can."""
         return self._torn

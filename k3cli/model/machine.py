@@ -25,7 +25,7 @@ GPUS: dict[str, int] = {
     "B300": 288_000,
     "GB300": 288_000,
 }
-"""Memory of one GPU as its driver reports it, in MB (10^6 bytes), rounded down."""
+"""Memory of one GPU in MB (10^6 bytes), about what drivers leave of it; a size (8x288GB) says it exactly."""
 
 RESERVE = 10**9
 """Bytes of each GPU that are not planned with: the CUDA context and the libraries' own work space."""

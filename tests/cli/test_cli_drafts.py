@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from k3cli.commands.drafts import Drafts
+from k3cli.config import NANO
+from k3cli.engine.drafting.choose import choose
 from k3cli.engine.drafting.policy import Policy
+from k3cli.errors import ModelError
 
 
 def test_drafts_are_told_and_change_no_answer(k3, monkeypatch) -> None:
@@ -76,3 +80,24 @@ def test_the_doctor_tells_the_policy_and_its_inputs(k3, monkeypatch) -> None:
     rows = {event["name"]: event for event in k3("doctor", "--json").events if event["type"] == "check"}
     assert (rows["drafts"]["value"], rows["drafts"]["reason"]) == ("off", "asked for by K3_SPEC")
     assert "loss allowed" not in rows
+
+
+def test_an_own_draft_that_cannot_be_used_is_told() -> None:
+    """Nobody asked for it, so text is drafted from all the same; asked for, it is an error."""
+    asked: list[str] = []
+
+    class Refusing:
+        folder, ranks = NANO, 1
+
+        def speculate(self, choice, window, **_) -> None:
+            asked.append(choice.kind)
+            if choice.model_based:
+                raise ModelError("tensor fc.weight is missing from the draft")
+
+    told = Drafts(choose("auto"), None, (), (), auto=True).apply(Refusing(), None)
+    assert asked == ["both", "suffix"]
+    assert told.startswith("drafts come from matches in the text alone")
+    assert "fc.weight" in told
+    with pytest.raises(ModelError):
+        Drafts(choose("both"), None, (), ()).apply(Refusing(), None)
+    assert Drafts(choose("suffix"), None, (), ()).apply(Refusing(), None) == ""

@@ -6,7 +6,7 @@ tokens that stay; nothing is ever cut back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -186,8 +186,3 @@ class DraftModel:
         scores = (torch.einsum("nhr,mr->nhm", absorbed, latent) + torch.einsum("nhp,mp->nhm", turned, pe)).float()
         mixed = torch.einsum("nhm,mr->nhr", (scores * cfg.scale).softmax(-1).to(latent.dtype), latent)
         return F.linear(torch.einsum("nhr,hvr->nhv", mixed, w_uv).reshape(n, -1), layer.o_proj)
-
-
-def tapped(rows: Sequence[Tensor]) -> Tensor:
-    """Residual streams behind the tapped layers, [n, D] each, as one row a token: [n, taps * D]."""
-    return torch.cat(list(rows), -1)
