@@ -213,11 +213,18 @@ def device_name(place: torch.device) -> str:
     return torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def operators(file: Path | None) -> Iterator[Row]:
-    """Every operator at K3's shapes against its floor, and against its peer where that is installed."""
+def operators(file: Path | None, ops: str | None = None) -> Iterator[Row]:
+    """Every operator at K3's shapes against its floor, and against its peer where that is installed.
+
+    ops: benchmarks to run, with commas between; None: all. UsageError for others, and without a CUDA device.
+    """
+    from k3_kernels.bench.rows import names, rows
+
+    wanted = [] if ops is None else [part.strip() for part in ops.split(",")]
+    if not set(wanted) <= set(names()):
+        raise UsageError(f"--ops is {ops!r}", f"some of {', '.join(names())}, with commas between")
     if not torch.cuda.is_available():
         raise UsageError("--kernels without a CUDA device", "one: on a CPU only the reference runs, which is no kernel")
-    from k3_kernels.bench.rows import rows
     from k3_kernels.select import for_device
 
     limits = ceilings(torch.device("cuda", 0), torch.bfloat16)
@@ -235,5 +242,5 @@ def operators(file: Path | None) -> Iterator[Row]:
     )
     results = Results.open(run, file)
     yield run
-    for found in rows(limits, lambda op, shape: results.done(row="kernel", op=op, shape=shape) is not None):
+    for found in rows(limits, lambda op, shape: results.done(row="kernel", op=op, shape=shape) is not None, wanted):
         yield results.add({"row": "kernel", **found})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,30 +69,48 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
-def plot(rows: Sequence[Row], file: Path, title: str) -> None:
+def can_plot() -> None:
+    """K3Error without matplotlib: better told before hours of measuring than behind them."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise K3Error("matplotlib is not installed", "it for a picture", "pip install 'k3cli[bench]'")
+
+
+def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float]]]:
+    """What is drawn: for decode and prefill, where measured, (depth, tokens a second, what the floor allows)."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for kind in ("decode", "prefill"):
+        points = sorted(
+            (row["depth"], row["tokens_per_second"], row["tokens"] / row["floor_seconds"])
+            for row in rows
+            if row["row"] == kind and "seconds" in row
+        )
+        if points:
+            found[kind] = points
+    if not found:
+        raise K3Error("no decode or prefill row to draw", "finished rows of a ladder", "run the benchmark first")
+    return found
+
+
+def plot(run: Row, rows: Sequence[Row], file: Path) -> None:
     """Decode and prefill speed against depth, with the speed the floor allows. K3Error without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise K3Error("matplotlib is not installed", "it for --plot", "pip install 'k3cli[bench]'") from None
+    drawn = series(rows)
+    can_plot()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = [kind for kind in ("decode", "prefill") if any(row["row"] == kind and "seconds" in row for row in rows)]
-    if not kinds:
-        raise K3Error("no decode or prefill row to draw", "finished rows", "run the benchmark first")
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=(6 * len(kinds), 4), squeeze=False)
-    for axis, kind in zip(axes[0], kinds, strict=True):
-        points = sorted((row["depth"], row) for row in rows if row["row"] == kind and "seconds" in row)
-        depths = [depth for depth, _ in points]
-        axis.plot(depths, [row["tokens_per_second"] for _, row in points], "o-", label="measured")
-        axis.plot(depths, [row["tokens"] / row["floor_seconds"] for _, row in points], "k--", label="floor")
+    figure, axes = pyplot.subplots(1, len(drawn), figsize=(6 * len(drawn), 4), squeeze=False)
+    for axis, (kind, points) in zip(axes[0], drawn.items(), strict=True):
+        depths, measured, floor = zip(*points, strict=True)
+        axis.plot(depths, measured, "o-", label="measured")
+        axis.plot(depths, floor, "k--", label="floor")
         axis.set(xlabel="tokens behind", ylabel="tokens/s", title=kind, ylim=(0, None))
         axis.set_xscale("symlog", linthresh=1024)
         axis.legend()
-    figure.suptitle(title)
+    figure.suptitle(f"{run['model']} on {run['device']}, {run['dtype']}, {run['commit']}", fontsize="medium")
     figure.tight_layout()
     try:
         figure.savefig(file)
     except (OSError, ValueError) as problem:
-        raise K3Error(f"{file}: {problem}", "a picture file k3 may write", "give another --plot FILE") from None
+        raise K3Error(f"{file}: {problem}", "a picture file k3 may write", "give another FILE.png") from None

@@ -1,7 +1,8 @@
-"""`k3 bench`: how fast this machine runs a model, beside what the machine can do; `k3 bench compare` two results."""
+"""`k3 bench`: how fast this machine runs a model, beside what it can do; `compare` and `plot` are for its results."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,6 +42,9 @@ def command(
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt-tokens", metavar="N", help="Tokens of a prefill row.")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="The operators alone, beside their peers.")] = False,
+    ops: Annotated[
+        str | None, typer.Option("--ops", metavar="LIST", help="With --kernels: some of them, as moe,mla; default all.")
+    ] = None,
     cache: Annotated[
         str, typer.Option("--cache", metavar="cold|warm", help="Empty the GPU's L2 before every sample, or not.")
     ] = "cold",
@@ -85,8 +89,14 @@ def command(
     one_piece(settings, printer)
     if cache not in ("cold", "warm"):
         raise UsageError(f"--cache is {cache!r}", "cold or warm")
-    if plot is not None and kernels:
-        raise UsageError("--plot with --kernels", "a ladder to draw")
+    if plot is not None:
+        from k3cli.bench.show import can_plot
+
+        if kernels:
+            raise UsageError("--plot with --kernels", "a ladder to draw")
+        can_plot()
+    if ops is not None and not kernels:
+        raise UsageError("--ops without --kernels", "both")
     if context is not None and depths is not None:
         raise UsageError("both --context and --depths", "one of them")
     request = None
@@ -103,7 +113,7 @@ def command(
             raise UsageError("--spec with --context, --depths or --prompt-tokens", "those with --slice N")
         rows = conversations(settings, request, output, printer.notice)
     elif kernels:
-        rows = operators(output)
+        rows = operators(output, ops)
     else:
         ask = Ask(
             settings,
@@ -116,6 +126,7 @@ def command(
             verify=request is not None,
         )
         rows = climb(ask, subject(settings, layers, configuration), output, printer.notice)
+    began = time.perf_counter()
     run, done = _report(printer, rows)
     if plot is not None:
         from k3cli.bench.record import read
@@ -123,12 +134,26 @@ def command(
 
         # With a file, also what an earlier start has measured.
         drawn = done if output is None else read(output)[1]
-        draw(drawn, plot, f"{run['model']} on {run['device']}, {run['dtype']}, {run['commit']}")
+        draw(run, drawn, plot)
     failed = sum("error" in row for row in done)
-    printer.done(rows=len(done), failed=failed)
+    seconds = time.perf_counter() - began
+    printer.notice(f"{len(done)} rows in {seconds:.0f} s")
+    printer.done(rows=len(done), failed=failed, seconds=round(seconds, 1))
     if failed:
         printer.notice(f"{failed} row{'s' * (failed > 1)} failed")
         raise typer.Exit(int(Exit.FAILED))
+
+
+@app.command("plot")
+def plot_command(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", show_default=False)],
+    picture: Annotated[Path, typer.Argument(metavar="FILE.png", show_default=False)],
+) -> None:
+    """Draw decode and prefill by depth from results of a ladder, wherever they were measured."""
+    from k3cli.bench.record import read
+    from k3cli.bench.show import plot
+
+    plot(*read(results), picture)
 
 
 @app.command("compare")

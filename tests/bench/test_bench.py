@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import signal
@@ -13,13 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from k3cli.bench import record, spec
+from k3cli.bench import record, show, spec
 from k3cli.bench.floors import Work, parts, total, touched
 from k3cli.bench.record import Results
 from k3cli.bench.shares import counts, derive
 from k3cli.bench.slice import random_model, slice_config
 from k3cli.config import K3_SHAPE, NANO
-from k3cli.errors import UsageError
+from k3cli.errors import K3Error, UsageError
 from k3cli.main import main
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import K3Model
@@ -226,6 +227,8 @@ def test_a_failed_row_is_in_the_table_and_in_the_exit_code(
         (("--context", "9m"), "at most the model's limit"),
         (("--cache", "lukewarm"), "cold or warm"),
         (("--kernels", "--plot", "x.png"), "a ladder"),
+        (("--kernels", "--ops", "moe,hashing"), "some of attnres"),
+        (("--ops", "moe"), "both"),
         (("--slice", "0"), "1 to 93"),
         (("--spec", "eagle"), "auto, off, suffix"),
         (("--spec", "all", "--texts", "poems"), "some of edit"),
@@ -302,6 +305,51 @@ def test_a_slice_tells_what_its_steps_allow(bench: Callable[..., tuple[int, str,
     assert allowed["derived"] is True
     assert allowed["ratio"] == max(allowed["speed_ups"].values())
     assert "time of 1 row" in allowed["formula"]
+
+
+def ladder_file(folder: Path) -> Path:
+    """Results as another machine wrote them: two depths, one of them deepest first, and rows that are not drawn."""
+    made = Results.open(run_row(commit="elsewhere"), folder / "ladder.jsonl")
+    cell = {"tokens": 1, "seconds": 0.5, "tokens_per_second": 2.0, "floor_seconds": 0.25}
+    for depth in (1 << 20, 0):
+        made.add({"row": "decode", "depth": depth, **cell})
+        made.add({"row": "verify", "depth": depth, **cell | {"tokens": 8}})
+        made.add({"row": "prefill", "depth": depth, **cell | {"tokens": 512, "tokens_per_second": 1024.0}})
+    made.add({"row": "prefill", "depth": 9, "tokens": 512, "error": "out of memory"})
+    return folder / "ladder.jsonl"
+
+
+def test_what_is_drawn_of_a_ladder(tmp_path: Path):
+    found = show.series(record.read(ladder_file(tmp_path))[1])
+    assert found == {
+        "decode": [(0, 2.0, 4.0), (1 << 20, 2.0, 4.0)],
+        "prefill": [(0, 1024.0, 2048.0), (1 << 20, 1024.0, 2048.0)],
+    }
+    with pytest.raises(K3Error, match="run the benchmark"):
+        show.series([])
+
+
+def test_recorded_results_are_drawn_wherever_they_were_measured(
+    bench: Callable[..., tuple[int, str, str]], tmp_path: Path
+):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "p.png"
+    assert bench("plot", str(ladder_file(tmp_path)), str(picture)) == (0, "", "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    code, _, err = bench("plot", str(tmp_path / "ladder.jsonl"), str(tmp_path / "p.poem"))
+    assert code == 1
+    assert "a picture file" in err
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
+    bench: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = bench("--depths", "0", "--plot", str(tmp_path / "p.png"), "-o", str(tmp_path / "r.jsonl"))
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "matplotlib" in err
+    assert not (tmp_path / "r.jsonl").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a CUDA device")
