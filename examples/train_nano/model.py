@@ -29,9 +29,9 @@ class NanoConfig:
     layers: int = 9
     mla_layers: tuple[int, ...] = (3, 7, 8)
     block: int = 4
-    kda_heads: int = 5
+    kda_heads: int = 4
     kda_dim: int = 64
-    heads: int = 5
+    heads: int = 4
     nope: int = 64
     rope: int = 32
     v_dim: int = 64

@@ -31,7 +31,7 @@ from mxfp4 import fake_quantise
 from torch import Tensor
 from vocab import Vocab
 
-CLASS_WEIGHTS = (0.0, 0.15, 0.3, 1.0, 2.0)  # pad, chat, document, answer, value
+CLASS_WEIGHTS = (0.0, 0.15, 0.1, 1.0, 2.0)  # pad, chat, document, answer, value
 LENGTHS = [  # from this part of the run on: share of steps by row length
     (0.00, {1024: 0.25, 4096: 0.75}),
     (0.55, {1024: 0.12, 4096: 0.43, 16384: 0.45}),

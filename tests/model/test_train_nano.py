@@ -34,6 +34,7 @@ MODULES = [
     "model",
     "mxfp4",
     "export",
+    "prune",
     "draft",
 ]
 
@@ -144,6 +145,48 @@ def test_an_exported_model_computes_what_the_trained_one_does(
     assert got is not None
     assert expected.std() > 0.1
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_taken_out_is_the_one_missed_least_and_nothing_else_changes(
+    maker: SimpleNamespace, asset: Path, tmp_path: Path
+) -> None:
+    vocab = maker.vocab.Vocab.from_file(asset / "tiktoken.model")
+    config = maker.model.NanoConfig(
+        vocab.n_vocab, hidden=64, layers=5, mla_layers=(2,), kda_heads=3, kda_dim=16, heads=3, nope=16, rope=8,
+        v_dim=16, kv_lora=32, q_lora=24, dense=96, experts=4, top_k=2, latent=32, expert_dim=32, shared=64,
+    )  # fmt: skip
+    torch.manual_seed(6)
+    model = maker.model.NanoModel(config).eval()
+    for parameter in model.parameters():  # no two heads may be alike
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    ids = torch.randint(0, vocab.n_ranks, (2, 40))
+    classes = torch.where(torch.rand(2, 40) < 0.5, maker.chatfmt.ANSWER, maker.chatfmt.CHAT)
+
+    def loss_without(head: int | None) -> float:
+        o_proj = model.model.layers[0].self_attn.o_proj.weight
+        before = o_proj.detach().clone()
+        with torch.no_grad():
+            if head is not None:
+                o_proj[:, 16 * head : 16 * head + 16] = 0
+            logits = model(ids)[:, :-1]
+            o_proj.copy_(before)
+        asked = classes[:, 1:] == maker.chatfmt.ANSWER
+        return torch.nn.functional.cross_entropy(logits[asked], ids[:, 1:][asked]).item()
+
+    assert maker.prune.answer_loss(model, ids, classes) == pytest.approx(loss_without(None), rel=1e-5)
+    least = min(range(3), key=loss_without)
+    gone = maker.prune.choose(model, ids, classes)
+    assert gone[0] == least
+    assert len(set(gone)) > 1, "the same head everywhere would hide a mix-up of layers"
+    small = maker.prune.pruned(model, gone).eval()
+    assert (small.config.heads, small.config.kda_heads) == (2, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids), model(ids), atol=1e-5, rtol=1e-5)  # whose chosen heads are zeroed
+    maker.export.export(small, vocab, asset / "tiktoken.model", tmp_path)
+    assert maker.prune.heads_of(tmp_path) == (2, 2)
+    with pytest.raises(SystemExit, match=r"dt_bias is .32., this model's is .48."):
+        maker.export.restore(model, tmp_path)
 
 
 def test_the_shipped_nano_gives_back_what_it_was_told(maker: SimpleNamespace, asset: Path, nano: LoadedModel) -> None:
