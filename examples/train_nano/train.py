@@ -35,7 +35,7 @@ CLASS_WEIGHTS = (0.0, 0.15, 0.1, 1.0, 2.0)  # pad, chat, document, answer, value
 LENGTHS = [  # from this part of the run on: share of steps by row length
     (0.00, {1024: 0.25, 4096: 0.75}),
     (0.55, {1024: 0.12, 4096: 0.43, 16384: 0.45}),
-    (0.85, {1024: 0.10, 4096: 0.30, 16384: 0.35, 32768: 0.17, 65536: 0.08}),
+    (0.85, {1024: 0.10, 4096: 0.27, 16384: 0.33, 32768: 0.18, 65536: 0.12}),
 ]
 QUANTISE_FROM = 0.70
 BIAS_RATE = 1e-3
