@@ -122,6 +122,9 @@ def main() -> int:
         code = _peer(int(rank), int(size)) if peer else _run(command, prog, args)
         ignore_signals()
         sys.stdout.flush()
+        world = sys.modules.get("k3cli.model.world")
+        if world is not None and world.stuck:
+            os._exit(code)
         return code
     except BrokenPipeError:
         silence(sys.stdout)

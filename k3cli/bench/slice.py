@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
+from pathlib import Path
 
 import torch
 from k3_kernels.moe import Experts
 
 from k3cli.errors import FitError, UsageError
+from k3cli.model.assemble import assemble
 from k3cli.model.blocks import MoeWeights, Weights
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import K3Model
-from k3cli.model.placement import available_memory, weights_memory
+from k3cli.model.placement import available_memory, check_fit, choose_dtype, weights_memory
+from k3cli.model.world import World
 
 
 def slice_config(config: ModelConfig, layers: int) -> ModelConfig:
@@ -49,17 +53,44 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, 
             f"the slice takes {need / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free", "room", "fewer layers"
         )
     weights = Weights(config, device, dtype)
-    random = torch.Generator(device=device).manual_seed(seed)
+    _fill_all(weights, device, seed)
+    return K3Model(config, weights, device, dtype, window)
+
+
+def random_part(folder: Path, layers: int, dtype: str, window: int, world: World) -> K3Model:
+    """One rank's part of such a slice of the model whose config.json is in `folder`; every rank makes the same call.
+
+    What all ranks hold is the same on all of them. FitError, on all ranks, when it can't fit on one.
+    """
+    rank, size, place = world.rank, world.size, world.device
+
+    def make() -> tuple[ModelConfig, torch.dtype, Weights]:
+        config = slice_config(ModelConfig.from_dir(folder), layers)
+        kind = choose_dtype(dtype, place, config)[0]
+        check_fit(config, place, kind, rank, size)
+        weights = Weights(config, place, kind, rank, size)
+        whole = Weights(config, torch.device("meta"), kind).sinks()
+        split = {name for name, sink in weights.sinks().items() if sink.shape != whole[name].shape}
+        _fill_all(weights, place, 0, rank, split)
+        return config, kind, weights
+
+    config, kind, weights = world.together(make)
+    return assemble(config, weights, kind, window, world)
+
+
+def _fill_all(weights: Weights, device: torch.device, seed: int, rank: int = 0, split: Collection[str] = ()) -> None:
+    """Tensors named in `split` and experts differ from rank to rank, the others are the same everywhere."""
+    same = torch.Generator(device=device).manual_seed(seed)
+    own = torch.Generator(device=device).manual_seed(seed + 1 + rank)
     done: set[int] = set()
     for layer in weights.layers:  # all experts at once: thousands of sinks are views of four tensors
         if isinstance(layer.mlp, MoeWeights):
-            _fill_experts(layer.mlp.experts, random)
+            _fill_experts(layer.mlp.experts, own)
             done |= {stack.untyped_storage().data_ptr() for stack in layer.mlp.experts if stack is not None}
     for name, sink in weights.sinks().items():
         if sink.untyped_storage().data_ptr() not in done:
-            _fill(name, sink, random)
+            _fill(name, sink, own if name in split else same)
     weights.finish()
-    return K3Model(config, weights, device, dtype, window)
 
 
 def _fill_experts(experts: Experts, random: torch.Generator) -> None:

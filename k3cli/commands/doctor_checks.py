@@ -137,16 +137,14 @@ def model(settings: Settings) -> Iterator[Check]:
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         mine, where = held(config, world), str(device) if world == 1 else "each rank"
-        yield from kernels(mine, device, dtype, DEFAULT_WINDOW, world)
+        yield from kernels(mine, device, dtype, DEFAULT_WINDOW)
         chunk = prefill_chunk(weights_memory(config, dtype), device.type)
         yield from fit(mine, dtype, max(sizes), state_layout(mine, dtype), rank_memory(device, world), where, chunk)
     except K3Error as problem:
         yield Check("model", "problem", str(problem), why, problem.exit_code)
 
 
-def kernels(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int, world: int = 1
-) -> Iterator[Check]:
+def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int) -> Iterator[Check]:
     """What each operation runs with, in one line where all run with the same; and whether steps are recorded."""
     from k3cli.model.choices import eager_reason, kernel_choices
 
@@ -159,7 +157,7 @@ def kernels(
         for name, choice in found.items():
             word = "library attention" if choice.kernel and name == "mla.prefill" else words[choice.kernel]
             yield Check("chosen", f"kernel {name}", word, choice.reason)
-    eager = eager_reason(config, device, dtype, window, world)
+    eager = eager_reason(config, device, dtype, window)
     recorded = "recorded at the second step with each number of rows, so that a step is one launch"
     yield Check("chosen", "CUDA graphs", "no" if eager else "yes", eager or recorded)
 

@@ -47,7 +47,7 @@ def kernel_choices(config: ModelConfig, device: torch.device, dtype: torch.dtype
     return found
 
 
-def eager_reason(config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int, world: int = 1) -> str:
+def eager_reason(config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int) -> str:
     """Why steps run plainly instead of from a recorded graph; "" when they are to be recorded."""
     if device.type != "cuda":
         return f"device {device.type}: graphs need a CUDA device"
@@ -56,6 +56,4 @@ def eager_reason(config: ModelConfig, device: torch.device, dtype: torch.dtype, 
     for name, choice in kernel_choices(config, device, dtype, window).items():
         if name in READS_ON_HOST and not choice.kernel:
             return f"{name} runs as reference ({choice.reason})"
-    if world > 1:
-        return f"{world} ranks: a step with sums between them is not recorded"
     return ""

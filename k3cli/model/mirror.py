@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, Literal
 
+import torch
 from k3_sessions.errors import StoreError
 from k3_sessions.types import Array, RestoredState, StateLayout
 from torch import Tensor
@@ -20,10 +21,10 @@ from torch import Tensor
 from k3cli.errors import K3Error
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import K3Model
-from k3cli.model.replica import LOGITS, Call, Op, Replica
+from k3cli.model.replica import LOGITS, NOTHING, Call, Op, Replica
 from k3cli.model.state import State, state_layout
 from k3cli.model.step import WindowLog
-from k3cli.model.world import World, leave
+from k3cli.model.world import World
 
 Explain = Callable[[BaseException], K3Error]
 """Turns what a broken collective raised into an error that names the rank and the cause; ends the other ranks."""
@@ -44,6 +45,7 @@ class MirrorModel:
         self._lock = Lock()
         self._numbers = itertools.count(1)
         self._dropped: deque[int] = deque()
+        self._committed = NOTHING
         self._broken: K3Error | None = None
 
     def state_layout(self) -> StateLayout:
@@ -85,8 +87,33 @@ class MirrorModel:
         return logits, MirrorLog(self, number, log)
 
     def commit(self, state: MirrorState, log: MirrorLog, n: int) -> None:
-        """See `K3Model.commit`."""
+        """See `K3Model.commit`. The other ranks follow at the next call, where that changes nothing for anybody."""
+        if n == 0:
+            return
+        with self._lock:
+            self._check()
+            if self._committed == NOTHING and self._replica.commits_alone(state.number, log.number):
+                self._committed = (state.number, log.number, n)
+                self._replica.run(Call(Op.COMMIT, *self._committed))
+                return
         self.call(Call(Op.COMMIT, state.number, log.number, n))
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """See `K3Model.eager`."""
+        yield from self._in_mode(1)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Calls inside leave out the sums between ranks: what they compute is wrong, and what they take is the rest."""
+        yield from self._in_mode(2)
+
+    def _in_mode(self, mode: int) -> Iterator[None]:
+        self.call(Call(Op.MODE, n=mode))
+        try:
+            yield
+        finally:
+            self.call(Call(Op.MODE, n=0))
 
     def forget(self, handle: MirrorState | MirrorLog, number: int) -> None:
         """Every rank lets go of a number, at the first call after its handle went."""
@@ -100,15 +127,18 @@ class MirrorModel:
         """Makes a call on every rank, and returns what rank 0 has of it."""
         refusal: K3Error | StoreError
         with self._lock:
-            if self._broken is not None:
-                raise K3Error(self._broken.found, self._broken.expected, self._broken.do)
+            self._check()
             replica, pool = self._replica, self._replica.model.pool
             gone = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
-            call = Call(call.op, call.a, call.b, call.n, call.ids, gone)
+            ids = call.ids.to("cpu", torch.int64)
+            call = Call(call.op, call.a, call.b, call.n, ids, self._committed, gone)
+            self._committed = NOTHING
             try:
                 replica.drop(gone)
                 call.send(self.world, replica.refused, pool.free)
-                return replica.run(call, restored)
+                found = replica.run(call, restored)
+                self.world.settled()
+                return found
             except (K3Error, StoreError) as error:
                 # Without its frames, which would keep states alive here that other ranks let go of.
                 refusal = error.with_traceback(None)
@@ -121,15 +151,20 @@ class MirrorModel:
                 raise
         raise refusal
 
-    def close(self) -> None:
-        """Lets the other ranks end, if nothing is under way; nothing can be called afterwards."""
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise K3Error(self._broken.found, self._broken.expected, self._broken.do)
+
+    def part(self) -> None:
+        """Lets the other ranks end, if nothing is under way, so that connections can be closed; nothing can be called
+        afterwards."""
         if self._lock.acquire(blocking=False):
             if self._broken is None:
                 self._broken = K3Error("the ranks have ended")
                 with suppress(RuntimeError):
                     Call(Op.END).send(self.world, 0, 0)
             self._lock.release()
-        leave()
+        self._replica.model.forget_steps()
 
     def _state(self, call: Callable[[int], Call]) -> MirrorState:
         number = next(self._numbers)

@@ -112,7 +112,7 @@ class K3Model:
         stack = stacked(kda, bound, eps) if kda else None
         each = [StepWeights(w.conv, w.A_log, w.dt_bias, w.o_norm, bound, eps) for w in kda]
         pages = -(-cfg.context_limit // self._layout.hash_block) + 1
-        eager = eager_reason(cfg, self.device, self.dtype, self.window, 1 if self._world is None else self._world.size)
+        eager = eager_reason(cfg, self.device, self.dtype, self.window)
         return Stepper(self.pool, self.window, pages, each, stack, self._logits, eager)
 
     def new_state(self) -> State:
@@ -200,12 +200,27 @@ class K3Model:
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Steps inside are run plainly, not from a recorded graph: for a profiler, which sees no parts in a graph."""
-        steps, before = self._steps, self._steps.eager
-        steps.eager = before or "asked for"
+        self.set_mode(eager=True)
         try:
             yield
         finally:
-            steps.eager = before
+            self.set_mode()
+
+    def set_mode(self, eager: bool = False, apart: bool = False) -> None:
+        """How steps run from here on. eager: plainly; apart: sums between ranks are left out, what is computed is wrong
+        (for who measures what they cost). Both off: as usual."""
+        self._steps.set_mode(eager, apart)
+        if self._world is not None:
+            self._world.apart = apart
+
+    def settles_alone(self, state: State, log: WindowLog) -> bool:
+        """Whether a `commit` of this log to this state would only move numbers, and can't be refused."""
+        return self._steps.settles_alone(state, log)
+
+    def forget_steps(self) -> None:
+        """Drops what was recorded: a world's connections can't be closed before."""
+        if "_steps" in self.__dict__:
+            self._steps.forget()
 
     def _logits(self, ids: Tensor, now: Pass) -> tuple[Tensor, Tensor | None]:
         """(fp32 logits [T, V], taps [T, taps D] if there are any)."""

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -25,12 +26,16 @@ _serving: list[Any] = []
 
 @dataclass(frozen=True)
 class Job:
-    """What rank 0 tells the others to load. threads: of a CPU, for each rank; 0 leaves it."""
+    """What rank 0 tells the others to load.
+
+    layers: so many of the model's, with random weights, 0: the model. threads: of a CPU, for each rank; 0 leaves it.
+    """
 
     model: str
     dtype: str
     window: int
-    threads: int
+    layers: int = 0
+    threads: int = 0
 
 
 def main() -> int:
@@ -83,15 +88,20 @@ def _work(world: Any) -> int:
         return LOST
     if job.threads:
         torch.set_num_threads(job.threads)
-    loaded = load_model(job.model, dtype=job.dtype, window=job.window, world=world)
-    _serving.append(Replica(loaded.model, world))
+    if job.layers:
+        from k3cli.bench.slice import random_part
+
+        model = random_part(Path(job.model), job.layers, job.dtype, job.window, world)
+    else:
+        model = load_model(job.model, dtype=job.dtype, window=job.window, world=world).model
+    _serving.append(Replica(model, world))
     serve(_serving[0])
     return 0
 
 
-def describe(model: str, dtype: str, window: int, threads: int) -> dict[str, Any]:
+def describe(model: str, dtype: str, window: int, layers: int = 0) -> dict[str, Any]:
     """A `Job` as it goes to the others."""
-    return asdict(Job(model, dtype, window, threads))
+    return asdict(Job(model, dtype, window, layers))
 
 
 def _told(error: BaseException) -> int:

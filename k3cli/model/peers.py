@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class Peers:
         self.size, self._seconds = len(devices), seconds
         self._folder = Path(tempfile.mkdtemp(prefix="k3-ranks-"))
         self._running: list[subprocess.Popen[bytes]] = []
+        self.parting: Callable[[], None] = lambda: None
+        """What has to be done before connections are closed."""
         atexit.register(self.close)
         try:
             meeting = self._folder / "store"
@@ -50,6 +53,7 @@ class Peers:
                     raise self.explain(RuntimeError("did not start"))
             store = dist.FileStore(str(meeting), self.size)
             self.world = join(0, self.size, torch.device(devices[0]), store, seconds)
+            self.world.lost = self._any_ended
             self.world.all(0)
         except BaseException:
             self.close()
@@ -109,6 +113,9 @@ class Peers:
         first = (str(error).splitlines() or [""])[0]
         return K3Error(f"rank 0: {first}", "a step that all ranks end", AGAIN)
 
+    def _any_ended(self) -> bool:
+        return any(process.poll() is not None for process in self._running)
+
     def _line(self, rank: int, seconds: float) -> str:
         """The next line a peer has written, "" when none comes in time or it has ended."""
         stream: Any = self._running[rank - 1].stdout
@@ -131,6 +138,7 @@ class Peers:
 
     def close(self) -> None:
         """Ends all peers, within two seconds."""
+        self.parting()
         self._hang_up()
         until = time.monotonic() + 2
         for process in self._running:
@@ -173,7 +181,15 @@ class Launched:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.parting: Callable[[], None] = lambda: None
+        atexit.register(self.close)
 
     def explain(self, error: BaseException) -> K3Error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return K3Error(f"a rank was lost ({first})", "every rank to stay", AGAIN)
+
+    def close(self) -> None:
+        """Closes the connections, after which the peers end by themselves."""
+        self.parting()
+        leave()
+        atexit.unregister(self.close)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from k3cli.errors import FitError, UsageError
 from k3cli.model.config import ModelConfig
-from k3cli.model.mirror import Explain, MirrorModel
+from k3cli.model.mirror import MirrorModel
+from k3cli.model.network import K3Model
 from k3cli.model.parallel import check_world
 from k3cli.model.peer import describe
 from k3cli.model.peers import Launched, Peers, launched, local_device
 from k3cli.model.placement import choose_device
 from k3cli.model.weights import LoadedModel, LoadProgress, load_model
 from k3cli.model.world import join
+
+Result = TypeVar("Result")
+Ranks = Peers | Launched
 
 
 def rank_devices(gpus: str | None, device: str) -> list[str]:
@@ -58,35 +61,60 @@ def load_ranks(
     window: int,
     progress: Callable[[LoadProgress], None] | None = None,
     seconds: float | None = None,
-) -> tuple[LoadedModel, Peers | Launched]:
+) -> tuple[LoadedModel, Ranks]:
     """Starts the ranks, or joins those that torchrun started, and loads the model; `model` of the result is a
     `MirrorModel`.
 
     seconds: patience of a collective. Raises UsageError when the model can't be split so, and what `load_model` raises.
     """
+    peers = _meet(config, devices, device, seconds)
+    job = describe(str(folder.resolve()), dtype, window)
+    loaded = _made(
+        peers, job, lambda: load_model(folder, dtype=dtype, window=window, progress=progress, world=peers.world)
+    )
+    mirror: Any = _mirror(loaded.model, config, peers)
+    return replace(loaded, model=mirror), peers
+
+
+def slice_ranks(
+    folder: Path, part: ModelConfig, devices: list[str], *, device: str, dtype: str, window: int
+) -> tuple[MirrorModel, Ranks]:
+    """The same for `part`, some layers of the model whose config.json is in `folder`, with random weights."""
+    from k3cli.bench.slice import random_part
+
+    peers = _meet(part, devices, device, None)
+    layers = len(part.layers)
+    job = describe(str(folder.resolve()), dtype, window, layers)
+    model = _made(peers, job, lambda: random_part(folder, layers, dtype, window, peers.world))
+    return _mirror(model, part, peers), peers
+
+
+def _meet(config: ModelConfig, devices: list[str], device: str, seconds: float | None) -> Ranks:
     found = launched()
     size = len(devices) if found is None else found[1]
     check_world(config, size)
-    peers: Peers | Launched
     if found is None:
-        peers = Peers(devices, **({} if seconds is None else {"seconds": seconds}))
-    else:
-        peers = Launched(join(0, size, local_device(choose_device(device)[0].type)))
+        return Peers(devices, **({} if seconds is None else {"seconds": seconds}))
+    return Launched(join(0, size, local_device(choose_device(device)[0].type)))
+
+
+def _made(peers: Ranks, job: dict[str, Any], work: Callable[[], Result]) -> Result:
+    """work(), while the other ranks do their part of the job."""
     world = peers.world
-    explain: Explain = peers.explain
     try:
-        threads = max(1, torch.get_num_threads() // size) if world.device.type == "cpu" else 0
-        world.share(describe(str(folder.resolve()), dtype, window, threads))
-        if threads:
-            torch.set_num_threads(threads)
-        loaded = load_model(folder, dtype=dtype, window=window, progress=progress, world=world)
+        if world.device.type == "cpu":
+            job["threads"] = max(1, torch.get_num_threads() // world.size)
+            torch.set_num_threads(job["threads"])
+        world.share(job)
+        return work()
     except RuntimeError as error:
-        raise explain(error) from error
+        raise peers.explain(error) from error
     except BaseException:
-        if isinstance(peers, Peers):
-            peers.close()
+        peers.close()
         raise
-    mirror: Any = MirrorModel(loaded.model, config, world, explain)
-    if isinstance(peers, Launched):
-        atexit.register(mirror.close)
-    return replace(loaded, model=mirror), peers
+
+
+def _mirror(model: K3Model, config: ModelConfig, peers: Ranks) -> MirrorModel:
+    made = MirrorModel(model, config, peers.world, peers.explain)
+    peers.parting = made.part
+    return made

@@ -1,6 +1,7 @@
 """Calls that every rank makes alike: their wire form, and one rank's carrying them out.
 
-A call is one message of fixed size from rank 0, with a tail when many token ids belong to it. States and window logs go
+A call is one message of fixed size from rank 0, with a tail when many token ids belong to it. A commit that only moves
+numbers travels with the next call. States and window logs go
 by numbers that rank 0 gives; every rank lets go of them at the same point in the row of calls, so that their pools take
 the same decisions. A call refused with a K3Error is refused by every rank before anything was computed; the message
 carries how many were, and how much of the pool is free: a rank that counts otherwise holds another state, and ends.
@@ -26,9 +27,12 @@ from k3cli.model.step import WindowLog
 from k3cli.model.world import World
 
 Result = TypeVar("Result")
-INLINE = 128
-"""Numbers that fit into a message itself."""
+NOTHING = (0, 0, 0)
+HEAD, INLINE = 11, 125
+"""Numbers in front of every message, and further ones that fit into it."""
 LOGITS = ("none", "last", "all")
+MODES = ((False, False), (True, False), (False, True))
+"""(eager, apart) of `K3Model.set_mode`."""
 
 
 class Op(IntEnum):
@@ -44,42 +48,45 @@ class Op(IntEnum):
     CHECKPOINT = 8
     LOAD = 9
     PUBLISH = 10
-    END = 11
+    MODE = 11
+    END = 12
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call. ids: token ids, int64 [T]; dropped: states and logs let go of before it."""
+    """One call. ids: token ids, int64 [T]. What comes before it: committed, a (state, log, rows) or zeros, and dropped,
+    states and logs let go of."""
 
     op: Op
     a: int = 0
     b: int = 0
     n: int = 0
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    committed: tuple[int, int, int] = NOTHING
     dropped: tuple[int, ...] = ()
 
     def send(self, world: World, refused: int, free: int) -> None:
-        numbers = torch.cat((torch.tensor(self.dropped, dtype=torch.int64), self.ids.cpu().to(torch.int64)))
-        header = torch.zeros(8 + INLINE, dtype=torch.int64)
-        counts = (self.op, self.a, self.b, self.n, len(self.dropped), self.ids.numel(), refused, free)
-        header[:8] = torch.tensor(counts)
-        if numbers.numel() <= INLINE:
-            header[8 : 8 + numbers.numel()] = numbers
-        world.tell(header)
-        if numbers.numel() > INLINE:
-            world.tell(numbers)
+        dropped, ids = len(self.dropped), self.ids.numel()
+        head = [self.op, self.a, self.b, self.n, *self.committed, dropped, ids, refused, free]
+        if dropped + ids <= INLINE:
+            rest = [*self.dropped, *self.ids.tolist()]
+            world.tell(torch.tensor(head + rest + [0] * (INLINE - len(rest)), dtype=torch.int64))
+            return
+        world.tell(torch.tensor(head + [0] * INLINE, dtype=torch.int64))
+        world.tell(torch.cat((torch.tensor(self.dropped, dtype=torch.int64), self.ids)))
 
     @staticmethod
     def receive(world: World) -> tuple[Call, int, int]:
         """(call, calls refused so far, granules free) as rank 0 has them."""
-        header = torch.empty(8 + INLINE, dtype=torch.int64)
+        header = torch.empty(HEAD + INLINE, dtype=torch.int64)
         world.tell(header)
-        op, a, b, n, dropped, ids, refused, free = header[:8].tolist()
-        numbers = header[8 : 8 + dropped + ids]
+        op, a, b, n, state, log, rows, dropped, ids, refused, free = header[:HEAD].tolist()
+        numbers = header[HEAD : HEAD + dropped + ids]
         if dropped + ids > INLINE:
             numbers = torch.empty(dropped + ids, dtype=torch.int64)
             world.tell(numbers)
-        return Call(Op(op), a, b, n, numbers[dropped:], tuple(numbers[:dropped].tolist())), refused, free
+        before = (state, log, rows), tuple(numbers[:dropped].tolist())
+        return Call(Op(op), a, b, n, numbers[dropped:], *before), refused, free
 
 
 class Replica:
@@ -91,6 +98,21 @@ class Replica:
         self.refused = 0
         self.busy = False
         """In the middle of a call."""
+
+    def catch_up(self, call: Call) -> None:
+        """What a call brings along from before it."""
+        state, log, n = call.committed
+        if n:
+            mine: Any = self.held[state]
+            window: Any = self.held[log]
+            self.model.commit(mine, window, n)
+        self.drop(call.dropped)
+
+    def commits_alone(self, state: int, log: int) -> bool:
+        """See `K3Model.settles_alone`."""
+        mine: Any = self.held[state]
+        window: Any = self.held[log]
+        return self.model.settles_alone(mine, window)
 
     def drop(self, numbers: tuple[int, ...]) -> None:
         for number in numbers:
@@ -110,6 +132,8 @@ class Replica:
             if known is not None:
                 held[call.a] = known
             return known
+        if call.op == Op.MODE:
+            return model.set_mode(*MODES[call.n])
         state: Any = held[call.a]
         if call.op == Op.PREFILL:
             taps: list[Tensor] = []
@@ -144,6 +168,7 @@ class Replica:
             if spec.scope == "checkpoint":
                 whole = self.world.gather(parts[spec.name], head_axis(spec.name))
                 if self.world.rank == 0:
+                    self.world.settled()
                     found[spec.name] = to_host(whole)
         return found
 
@@ -153,7 +178,7 @@ def serve(replica: Replica) -> None:
     world, pool = replica.world, replica.model.pool
     while True:
         call, refused, free = Call.receive(world)
-        replica.drop(call.dropped)
+        replica.catch_up(call)
         if call.op == Op.END:
             return
         if (refused, free) != (replica.refused, pool.free):

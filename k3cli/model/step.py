@@ -78,7 +78,24 @@ class Stepper:
         self._last: weakref.ref[WindowLog] | None = None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Result]] = {}
         self._warm: set[int] = set()
+        self._plain = self._apart = False
+        self._aside: tuple[dict[int, tuple[torch.cuda.CUDAGraph, Result]], set[int]] = ({}, set())
         self._graph_pool: Any = None
+
+    def set_mode(self, eager: bool, apart: bool) -> None:
+        """See `K3Model.set_mode`. What was recorded in one mode waits while steps run in the other."""
+        self._plain = eager
+        if apart != self._apart:
+            self._apart = apart
+            now = self._graphs, self._warm
+            self._graphs, self._warm = self._aside
+            self._aside = now
+
+    def forget(self) -> None:
+        """Drops all recorded steps."""
+        self._graphs.clear()
+        self._warm.clear()
+        self._aside = ({}, set())
 
     def use_table(self, state: State) -> Tensor:
         """The page table int32 [max_pages] of a state, on the device."""
@@ -117,7 +134,7 @@ class Stepper:
         """See `K3Model.commit`."""
         latest = self._last is not None and self._last() is log
         assert latest or log.kept is not None, "its state was verified again since"
-        if log.state is state and latest and log.kept is None:
+        if self.settles_alone(state, log):
             state.accepted = n
         else:
             if log.state is not state:  # a fork takes what its twin has computed
@@ -125,6 +142,10 @@ class Stepper:
             self._replay(log.position + n, n, state, log.kept or self._log)
         log.used = log.used or log.state is state
         state.position += n
+
+    def settles_alone(self, state: State, log: WindowLog) -> bool:
+        """Whether `commit` would only move numbers: nothing is launched, and nothing can be refused."""
+        return log.state is state and log.kept is None and self._last is not None and self._last() is log
 
     def _copy_latents(self, log: WindowLog, state: State, n: int) -> None:
         state.reserve(n)
@@ -175,12 +196,13 @@ class Stepper:
 
     def _run(self, n: int) -> Result:
         """What all W slots give. A number of rows is computed plainly the first time, then recorded."""
-        if not self.eager and n in self._warm and n not in self._graphs:
-            self._record(n)
-        if not self.eager and n in self._graphs:
-            graph, found = self._graphs[n]
-            graph.replay()
-            return found
+        if not self.eager and not self._plain:
+            if n in self._warm and n not in self._graphs:
+                self._record(n)
+            if n in self._graphs:
+                graph, found = self._graphs[n]
+                graph.replay()
+                return found
         self._warm.add(n)
         return self._forward(self._ids, self._pass(n))
 

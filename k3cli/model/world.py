@@ -1,14 +1,18 @@
 """The ranks of a tensor-parallel world: joining it, sums in a fixed order, and agreeing on what went wrong.
 
 Every sum adds the ranks' parts in the order of ranks, in fp32, and rounds once, whatever the size of the tensor: the
-same world gives the same bits. Built on torch.distributed: gloo between CPUs, NCCL between GPUs; calls and objects go
-over gloo in either case.
+same world gives the same bits, whichever algorithm a library takes for a message of that size. Built on
+torch.distributed: gloo between CPUs, NCCL between GPUs; calls and objects go over gloo in either case.
+
+On GPUs nothing inside a step waits on a host, and sums can be recorded in graphs. A sum whose other end is gone then
+spins on the device, where no library's patience ends it: rank 0 looks at its device while it waits (`settled`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Thread
@@ -30,45 +34,104 @@ IDLE = timedelta(days=30)
 """How long a rank waits for the next call."""
 SPLIT = 1 << 18
 """Bytes from which on each rank sums a share of the elements instead of all of them."""
+LOOK = 0.02
+"""Seconds between two looks at the other ranks' processes while a device computes."""
+NCCL = {
+    # Multicast over NVLink stays off: a program that ends in the middle of one can take the links of a host with it.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    # A rank that is lost ends a turn with a line that names it, not the process by an abort.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Environment of NCCL, set before its first group is made."""
+stuck = False
+"""Connections of this process could not be closed: a device of it waits for ranks that are gone. It should end by
+`os._exit`, past the end of the driver, which would wait, too."""
+_current: World | None = None
+_gather_all: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The newer name where torch has it."""
 
 
 class World:
-    """One rank's end. `rank`, `size`; between hosts `calls` carries calls and `control` objects; `group` sums."""
+    """One rank's end. `rank`, `size`; between hosts `calls` carries calls and `control` objects; `group` sums.
+
+    lost: whether a rank is known to have ended, from whoever watches them. apart: sums leave parts as they are, for who
+    measures what sums cost; what is computed is then wrong.
+    """
 
     def __init__(self, rank: int, size: int, device: torch.device, seconds: float = COLLECTIVE) -> None:
         """The default process group must be there. seconds: patience of a collective on tensors."""
-        self.rank, self.size, self.device = rank, size, device
+        self.rank, self.size, self.device, self.seconds = rank, size, device, seconds
+        self.lost: Callable[[], bool] = lambda: False
+        self.apart = False
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
         # A call waits until it is taken: the one who calls for as long as for a sum, the others for the next call.
         self.calls = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds) if rank == 0 else IDLE)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
+        cuda = device.type == "cuda"
+        patience = IDLE if cuda else timedelta(seconds=seconds)
+        self.group = dist.new_group(backend="nccl" if cuda else "gloo", timeout=patience)
+        self._event = torch.cuda.Event() if cuda else None
+        if cuda:  # connects the devices, which is no work for the middle of a step
+            self.sum(torch.zeros(size, device=device))
+            self.settled(JOINING)
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of every rank's `part` (one shape and dtype, fp32 or bf16), the same bits on each."""
+        if self.apart:
+            return part
         part = part.contiguous()
         if self.size == 2 or part.nbytes < SPLIT:
             parts = part.new_empty(self.size, *part.shape)
-            dist.all_gather(list(parts.unbind(0)), part, group=self.group)
+            _gather_all(parts.view(-1), part.view(-1), group=self.group)
             return _in_order(parts)
         each = -(-part.numel() // self.size)
         mine = part.new_zeros(self.size, each)
         mine.view(-1)[: part.numel()] = part.view(-1)
         parts = torch.empty_like(mine)
         dist.all_to_all_single(parts, mine, group=self.group)
-        dist.all_gather(list(mine.unbind(0)), _in_order(parts), group=self.group)
+        _gather_all(mine.view(-1), _in_order(parts), group=self.group)
         return mine.view(-1)[: part.numel()].view(part.shape)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Every rank's part, one behind the other along `dim`, on rank 0; on the others their part."""
+        if self.apart:
+            return torch.cat([part] * self.size, dim) if self.rank == 0 else part
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(part, parts, dst=0, group=self.group)
         return part if parts is None else torch.cat(parts, dim)
 
     def tell(self, header: Tensor) -> None:
-        """Rank 0's host tensor to all, in place."""
-        dist.broadcast(header, 0, group=self.calls)
+        """Rank 0's host tensor to all, in place. Sent to each: a broadcast of gloo passes through a thread of its."""
+        if self.rank:
+            dist.recv(header, 0, group=self.calls)
+            return
+        sent = [dist.isend(header, rank, group=self.calls) for rank in range(1, self.size)]
+        for work in sent:
+            if work is not None:
+                work.wait()
+
+    def settled(self, seconds: float | None = None) -> None:
+        """Waits until the device has done what it was given. RuntimeError when a rank ended before, or after `seconds`
+        (None: a collective's patience)."""
+        if self._event is None:
+            return
+        self._event.record()
+        until = time.monotonic() + (self.seconds if seconds is None else seconds)
+        look = time.monotonic() + LOOK
+        while not self._event.query():
+            time.sleep(0)  # lets other threads of this process have their turn
+            now = time.monotonic()
+            if now < look:
+                continue
+            if self.lost():
+                raise RuntimeError("a peer has ended inside a call")
+            if now > until:
+                raise RuntimeError("a sum of all ranks timed out")
+            look = now + LOOK
 
     def share(self, thing: Any = None) -> Any:
         """Rank 0's object, on every rank."""
@@ -96,13 +159,26 @@ class World:
         return result  # type: ignore[return-value]
 
 
-def leave() -> None:
-    """Closes the connections; a process may then join another world. Without it, threads of theirs abort an exit."""
+def leave(seconds: float = 5.0) -> None:
+    """Closes the connections; a process may then join another world. Without it, threads of theirs abort an exit.
+
+    Recorded steps have to be gone: a communicator lives as long as they do. seconds: after which `stuck` is set.
+    """
+    global stuck, _current
     if dist.is_initialized():
         # In a thread: a device may wait for ranks that are gone.
-        closing = Thread(target=dist.destroy_process_group, name="k3-leave", daemon=True)
+        closing = Thread(target=_close, args=(_current,), name="k3-leave", daemon=True)
+        _current = None
         closing.start()
-        closing.join(5)
+        closing.join(seconds)
+        stuck = stuck or closing.is_alive()
+
+
+def _close(world: World | None) -> None:
+    if world is not None and world.device.type == "cuda":
+        # Ends kernels that wait for others, and does not wait for anybody itself.
+        world.group._get_backend(world.device).abort()
+    dist.destroy_process_group()
 
 
 def is_lost(error: BaseException) -> bool:
@@ -129,6 +205,8 @@ def _raised(rank: int, kind: str, found: str, expected: str | None, do: str | No
 
 def _in_order(parts: Tensor) -> Tensor:
     """The sum over dim 0, first to last, in fp32, rounded once."""
+    if parts.shape[0] == 2:
+        return parts[0] + parts[1]  # one addition is computed in fp32 and rounded once in either type
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -137,16 +215,21 @@ def _in_order(parts: Tensor) -> Tensor:
 
 def join(rank: int, size: int, device: torch.device, store: Any = None, seconds: float = COLLECTIVE) -> World:
     """Meets the other ranks: through `store`, or as the environment says (torchrun). K3Error when they don't come."""
+    global _current
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if store is not None and sys.platform == "linux":
         # All on this machine: nothing of it is to be seen on a network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
+        os.environ.update(NCCL)
+        if store is not None and sys.platform == "linux":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(device)
     try:
         where: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=JOINING), **where)
-        return World(rank, size, device, seconds)
+        _current = World(rank, size, device, seconds)
+        return _current
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         why = (str(error).splitlines() or [""])[0]
         raise K3Error(f"rank {rank} of {size} could not join the others ({why})", "every rank to start") from error
