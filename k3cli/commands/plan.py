@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -171,7 +172,7 @@ def _show_machine(printer: Printer, there: Machine) -> None:
     )
 
 
-def _show_weights(printer: Printer, parts: list[Weighed], there: Machine) -> None:
+def _show_weights(printer: Printer, parts: Sequence[Weighed], there: Machine) -> None:
     rows = []
     for entry in parts:
         most = max(entry.ranks)

@@ -124,6 +124,35 @@ def part(config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, worl
     return Part(axis, min(rank * each, size), min((rank + 1) * each, size))
 
 
+def allocated(config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[int, ...]:
+    """Shape of the memory that `rank` has for a tensor: its part, rows of zeros behind the last id included.
+
+    Where whole experts have owners, the zeros that stand in for the others' count with expert 0's neighbour: each rank
+    has memory for one more than it owns.
+    """
+    if name.endswith(PADDED):
+        return (-(-shape[0] // world), *shape[1:])
+    if ".experts." in name and world > 1 and not experts_by_width(config, world):
+        assert config.moe is not None
+        number, per_rank = int(name.split(".experts.")[1].split(".")[0]), config.moe.experts // world
+        spare = (rank * per_rank - 1) % config.moe.experts
+        return shape if number // per_rank == rank or number == spare else (0, *shape[1:])
+    return part(config, name, shape, rank, world).shape(shape)
+
+
+def handed_round(config: ModelConfig, name: str, world: int) -> bool:
+    """Whether ranks read a tensor in shares and give each other what they hold of it: all of it, or columns.
+
+    A row of K3 cut into columns is 48 to 12,288 bytes for each of two ranks: too short to be worth a read. Rows and
+    whole experts lie in one piece, and each rank reads its own.
+    """
+    if world == 1:
+        return False
+    if ".experts." in name:
+        return ".w2." in name and experts_by_width(config, world)
+    return _rule(name) != "rows"
+
+
 def _rule(name: str) -> Axis:
     return next((axis for axis, endings in RULES.items() if name.endswith(endings)), "all")
 

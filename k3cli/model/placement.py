@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from k3cli.errors import FitError, UsageError
-from k3cli.model.blocks import Weights
 from k3cli.model.config import ModelConfig
-from k3cli.model.parallel import held
+from k3cli.model.sizing import weigh
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 
@@ -76,11 +75,7 @@ def prefill_chunk(weights: int, device: str) -> int:
 
 def weights_memory(config: ModelConfig, dtype: torch.dtype, rank: int = 0, world: int = 1) -> int:
     """Bytes the loaded weights of a rank take, without allocating them. Absorbed MLA matrices are counted too."""
-    weights = Weights(config, torch.device("meta"), dtype, rank, world)
-    size = sum(sink.numel() * sink.element_size() for sink in weights.sinks().values())
-    mla = held(config, world).mla
-    split = len(config.mla_layers) * mla.heads * (mla.nope_dim + mla.v_dim) * mla.kv_rank
-    return size + split * dtype.itemsize
+    return sum(part.ranks[rank] for part in weigh(config, dtype, world))
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -107,8 +102,4 @@ def check_fit(config: ModelConfig, device: torch.device, dtype: torch.dtype, ran
     """FitError when a rank's weights alone exceed its share of the free memory of the device."""
     need, free = weights_memory(config, dtype, rank, world), rank_memory(device, world)
     if free is not None and need > free:
-        raise FitError(
-            f"the weights take {need / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free",
-            "weights that fit",
-            "use a smaller model or another --device",
-        )
+        raise FitError(f"the weights take {need / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free", "room", None)

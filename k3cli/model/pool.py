@@ -27,6 +27,8 @@ ALIGN = 512
 """Bytes that every granule is a multiple of: a layer's part of any page has the same alignment everywhere."""
 SLOTS = 8
 """KDA states a pool is made for: live ones, one spare for a prefill, those being saved, those kept for sharing."""
+KEPT_FREE = 0.1
+"""Share of the free memory that stays outside the pool."""
 CONTEXTS = 2
 """Full contexts a pool is made for, where the memory is there: a fork may go its own way to the end."""
 
@@ -70,9 +72,9 @@ def granules_for(
     wanted = CONTEXTS * per_context + SLOTS * geometry.run
     if free is None:
         return wanted
-    room = free - free // 10 - workspace(config, dtype, chunk or geometry.rows)
+    room = int(free * (1 - KEPT_FREE)) - workspace(config, dtype, chunk or geometry.rows)
     fits = min(wanted, max(room, 0) // geometry.granule)
-    least = 2 * geometry.run + 1
+    least = least_granules(geometry)
     if fits < least:
         raise FitError(
             f"the state of one sequence needs {least * geometry.granule / 1e9:.2f} GB at least, "
@@ -81,6 +83,11 @@ def granules_for(
             "use a smaller model or another --device",
         )
     return fits
+
+
+def least_granules(geometry: Geometry) -> int:
+    """Granules that one sequence needs to begin with: its slot, one for the next prefill, and a page."""
+    return 2 * geometry.run + 1
 
 
 def room(geometry: Geometry, granules: int) -> int:

@@ -9,13 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from k3cli.model.blocks import Alloc, LayerWeights, Sinks
 from k3cli.model.checkpoint import KEPT_FP32
 from k3cli.model.config import ModelConfig
-from k3cli.model.parallel import part
+from k3cli.model.parallel import allocated, experts_by_width
 
 COMPONENTS = (
     "routed experts",
@@ -33,7 +34,7 @@ COMPONENTS = (
 
 @dataclass(frozen=True)
 class Weighed:
-    """One component. disk: bytes in a checkpoint, loaded: bytes in memory, ranks: loaded bytes on each rank."""
+    """One component. disk: bytes in a checkpoint, loaded: bytes in memory, ranks: bytes allocated on each rank."""
 
     name: str
     disk: int
@@ -41,13 +42,14 @@ class Weighed:
     ranks: tuple[int, ...]
 
 
-def weigh(config: ModelConfig, dtype: torch.dtype, world: int = 1) -> list[Weighed]:
+@lru_cache(maxsize=64)
+def weigh(config: ModelConfig, dtype: torch.dtype, world: int = 1) -> tuple[Weighed, ...]:
     """Weights by component, those the model has, for compute type `dtype` split over `world` ranks."""
     disk: Counter[str] = Counter()
     loaded: Counter[str] = Counter()
     ranks: list[Counter[str]] = [Counter() for _ in range(world)]
     stored = torch.bfloat16.itemsize if config.stored_dtype == "bfloat16" else torch.float32.itemsize
-    for count, kind, name, shape, itemsize in _tensors(config, dtype):
+    for count, kind, name, shape, itemsize in _tensors(config, dtype, world):
         what = _component(kind, name)
         size = itemsize
         if not name.endswith(("weight_packed", "weight_scale")) and ".experts." not in name:
@@ -57,13 +59,16 @@ def weigh(config: ModelConfig, dtype: torch.dtype, world: int = 1) -> list[Weigh
         copies = 2 if name.endswith("kv_b_proj.weight") else 1
         loaded[what] += count * copies * math.prod(shape) * itemsize
         for rank in range(world):
-            held = part(config, name, shape, rank, world).shape(shape)
+            held = allocated(config, name, shape, rank, world)
             ranks[rank][what] += count * copies * math.prod(held) * itemsize
-    return [Weighed(c, disk[c], loaded[c], tuple(rank[c] for rank in ranks)) for c in COMPONENTS if loaded[c]]
+    return tuple(Weighed(c, disk[c], loaded[c], tuple(rank[c] for rank in ranks)) for c in COMPONENTS if loaded[c])
 
 
-def _tensors(config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[int, str, str, tuple[int, ...], int]]:
-    """(how often, layer kind, name, shape, bytes per element); layers of one kind are looked at once."""
+def _tensors(
+    config: ModelConfig, dtype: torch.dtype, world: int
+) -> Iterator[tuple[int, str, str, tuple[int, ...], int]]:
+    """(how often, layer kind, name, shape, bytes per element); layers of one kind are looked at once, and so are
+    experts where every rank holds as much of each."""
     alloc = Alloc(torch.device("meta"), dtype)
     width, item = config.hidden, dtype.itemsize
     yield 1, "", "model.embed_tokens.weight", (config.vocab, width), item
@@ -72,6 +77,7 @@ def _tensors(config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[int, str
     if config.attn_res_block is not None:
         for name in ("norm", "proj"):
             yield 1, "", f"model.output_attn_res_{name}.weight", (width,), 4
+    alike = config.moe.experts if config.moe and (world == 1 or experts_by_width(config, world)) else 1
     kinds = Counter(zip(config.layers, config.moe_layers, strict=True))
     for (kind, mixture), count in kinds.items():
         index = next(
@@ -79,7 +85,10 @@ def _tensors(config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[int, str
         )
         sinks: Sinks = LayerWeights(config, index, alloc).sinks()
         for name, sink in sinks.items():
-            yield count, kind, f"model.layers.{index}.{name}", tuple(sink.shape), sink.itemsize
+            expert = ".experts." in name
+            if not expert or alike == 1 or ".experts.0." in name:
+                often = count * (alike if expert else 1)
+                yield often, kind, f"model.layers.{index}.{name}", tuple(sink.shape), sink.itemsize
 
 
 def _component(kind: str, name: str) -> str:

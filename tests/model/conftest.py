@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from k3cli.model.config import ModelConfig
 from k3cli.model.random_weights import write_random_checkpoint
 from k3cli.model.ranks import load_ranks
 from k3cli.model.weights import LoadedModel, load_model
@@ -213,16 +214,21 @@ class Both:
     many: LoadedModel
     peers: Any
     size: int
+    seen: Any = None
 
 
 @pytest.fixture(scope="session")
 def load_both():
-    """Loads (folder, size) twice. One process can be in one world at a time: close `peers` before the next."""
+    """Loads (folder, size) twice. One process can be in one world at a time: close `peers` before the next.
 
-    def load(folder: Path, size: int, **more: Any) -> Both:
-        one = load_model(folder)
-        many, peers = load_ranks(folder, one.config, ["cpu"] * size, device="cpu", dtype="float32", window=8, **more)
-        return Both(folder, one, many, peers, size)
+    fresh: the ranks hash the files; else they know the digests.
+    """
+
+    def load(folder: Path, size: int, *, fresh: bool = False, **more: Any) -> Both:
+        one = None if fresh else load_model(folder)
+        config = ModelConfig.from_dir(folder)
+        many, peers = load_ranks(folder, config, ["cpu"] * size, device="cpu", dtype="float32", window=8, **more)
+        return Both(folder, one or load_model(folder), many, peers, size)
 
     return load
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from k3cli.errors import FitError, ModelError, UsageError
-from k3cli.model import placement, weights
+from k3cli.model import placement, staging, weights
 from k3cli.model.checkpoint import INDEX
 from k3cli.model.digest import DigestCache
 from k3cli.model.weights import LoadProgress, load_model
@@ -205,31 +204,48 @@ def test_single_file(folder: Path, loaded):
     assert torch.equal(net.prefill(ids, net.new_state()), other.prefill(ids, other.new_state()))
 
 
-class Counting(io.FileIO):
-    """Counts the bytes read of each file."""
+@pytest.fixture
+def places_read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
+    """By inode, where each read request began and ended."""
+    found: dict[int, list[tuple[int, int]]] = {}
 
-    read_bytes: dict[str, int] = {}  # noqa: RUF012
-
-    def readinto(self, buffer) -> int:
-        count = super().readinto(buffer)
-        self.read_bytes[Path(str(self.name)).name] = self.read_bytes.get(Path(str(self.name)).name, 0) + count
+    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = os.preadv(descriptor, buffers, offset)
+        found.setdefault(os.fstat(descriptor).st_ino, []).append((offset, offset + count))
         return count
 
+    monkeypatch.setattr(staging, "read_at", read)
+    return found
 
-def test_everything_is_read_once_and_reported(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weights, "open_file", Counting)
-    Counting.read_bytes = {}
+
+@pytest.mark.parametrize("known", [False, True])
+def test_everything_is_read_once_and_reported(folder: Path, places_read, known: bool):
     seen: list[LoadProgress] = []
+    if known:
+        load_model(folder)
+        places_read.clear()
     loaded = load_model(folder, progress=seen.append)
-    sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
-    headers = {}
-    for name in sizes:
-        with (folder / name).open("rb") as stream:
-            headers[name] = 8 + struct.unpack("<Q", stream.read(8))[0]
-    assert Counting.read_bytes == {name: size - headers[name] for name, size in sizes.items()}
-    assert loaded.bytes_read == sum(sizes.values()) == seen[-1].bytes_done == seen[-1].bytes_total
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            end = 8 + struct.unpack("<Q", stream.read(8))[0]
+        total += file.stat().st_size - (end if known else 0)
+        for first, last in sorted(places_read[file.stat().st_ino]):
+            assert first == end
+            end = last
+        assert end == file.stat().st_size
+    assert loaded.bytes_read == total == seen[-1].bytes_done == seen[-1].bytes_total
+    assert loaded.ranks_read == (total,)
     assert all(a.bytes_done <= b.bytes_done for a, b in itertools.pairwise(seen))
     assert seen[-1].rate > 0
+    assert seen[-1].left == 0
+
+
+def test_requests_that_come_back_short_are_asked_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        staging, "read_at", lambda descriptor, buffers, at: os.preadv(descriptor, [buffers[0][:999]], at)
+    )
+    assert load_model(folder).weights_digest == digest_of(folder)
 
 
 def digest_of(folder: Path) -> str:
@@ -248,7 +264,7 @@ def test_digest_is_of_the_bytes_and_remembered(folder: Path, monkeypatch: pytest
         raise AssertionError("hashed again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights.hashlib, "sha256", hashing)
+        patch.setattr(staging.hashlib, "sha256", hashing)
         patch.setattr(weights, "combine", lambda config, shards: "/".join(shards))
         assert len(load_model(folder).weights_digest.split("/")) == 3
     file = sorted(folder.glob("*.safetensors"))[0]

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from k3cli.errors import DamagedError, FitError
+from k3cli.model.checkpoint import open_checkpoint
 from k3cli.model.config import ModelConfig
 from k3cli.model.parallel import experts_by_width
-from k3cli.model.weights import load_model
+from k3cli.model.weights import LoadProgress
 
 ROUNDING = 2e-3
 """Between one process and several: logits are of order one, and sums over ranks round in another order."""
@@ -25,7 +26,9 @@ def pair(request: pytest.FixtureRequest, split_folders: dict[str, Path], load_bo
     """K3 over four ranks with every expert cut in four, Kimi-Linear over two that own whole experts."""
     name, size = request.param.split("-")
     assert experts_by_width(ModelConfig.from_dir(split_folders[name]), int(size)) == (name == "k3")
-    found = load_both(split_folders[name], int(size))
+    seen: list[LoadProgress] = []
+    found = load_both(split_folders[name], int(size), fresh=name == "linear", progress=seen.append)
+    found.seen = seen
     yield found
     found.peers.close()
 
@@ -62,10 +65,23 @@ class Stored:
 
 
 def test_digest_and_bytes(pair):
+    """The K3 ranks know the digests and read tensors only; the others hash every byte, between them once."""
     assert pair.many.weights_digest == pair.one.weights_digest
-    assert pair.many.bytes_read < pair.one.bytes_read
-    again = load_model(pair.folder)  # from the digests that the ranks remembered
-    assert again.weights_digest == pair.one.weights_digest
+    files = open_checkpoint(pair.folder, pair.one.config)
+    headers = sum(len(shard.header) for shard in files.shards)
+    total = files.bytes_total - (headers if pair.size == 4 else 0)
+    assert sum(pair.many.ranks_read) == total
+    assert len(pair.many.ranks_read) == pair.size
+    assert pair.many.bytes_read == pair.many.ranks_read[0]
+    assert pair.one.bytes_read == files.bytes_total - (headers if pair.size == 2 else 0)  # the ranks remembered theirs
+    if pair.size == 4:
+        assert max(pair.many.ranks_read) < 1.25 * total / pair.size
+
+
+def test_one_bar_counts_for_all_ranks(pair):
+    done = [step.bytes_done for step in pair.seen]
+    assert done == sorted(done)
+    assert done[-1] == pair.seen[-1].bytes_total == sum(pair.many.ranks_read) > pair.many.bytes_read
 
 
 def test_logits_greedy_and_state(pair):
