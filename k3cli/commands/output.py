@@ -58,6 +58,13 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def human_seconds(seconds: float) -> str:
+    """0.25 -> "250 ms", 90 -> "90.0 s", 600 -> "10 min"."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
     """Lines of a plain table; `align` has < or > for each column."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]

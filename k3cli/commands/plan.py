@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from k3cli.commands import options as opt
-from k3cli.commands.output import Printer, human_bytes, table
+from k3cli.commands.output import Printer, human_bytes, human_seconds, table
 from k3cli.errors import FitError, UsageError
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _show_weights(printer: Printer, parts: Sequence[Weighed], there: Machine) ->
     for line in table(("WEIGHTS", "ON DISK", "LOADED", "FULLEST DEVICE"), rows, "<>>>"):
         printer.line(line)
     seconds = disk / there.rate
-    printer.line(f"reading them takes {_seconds(seconds)} at that rate")
+    printer.line(f"reading them takes {human_seconds(seconds)} at that rate")
     printer.event("weights", component="all", disk=disk, loaded=loaded, fullest=most, read_seconds=seconds)
 
 
@@ -226,7 +226,7 @@ def _show_contexts(
         sizes = (tokens * full.row, full.recurrent, half.recurrent, full.conv, stored)
         many = "unknown" if on_disk is None else f"{on_disk:,}"
         rows.append(
-            (f"{tokens:,}", *(human_bytes(s) for s in sizes), f"{live:,}", f"{forks:,}", many, _seconds(restore))
+            (f"{tokens:,}", *(human_bytes(s) for s in sizes), f"{live:,}", f"{forks:,}", many, human_seconds(restore))
         )
     head = (
         "TOKENS",
@@ -247,14 +247,16 @@ def _show_contexts(
 
 
 def _room(config: ModelConfig, kind: torch.dtype, there: Machine) -> int:
-    """Bytes of the fullest device left for sessions; negative when the weights alone don't fit."""
+    """Bytes of the fullest device left for sessions, beside what the pool leaves free; negative: there is no room."""
     from k3cli.model.placement import prefill_chunk
+    from k3cli.model.pool import KEPT_FREE
     from k3cli.model.sizing import weigh, workspace
 
     parts = weigh(config, kind, there.count)
     weights = max(sum(entry.ranks[rank] for entry in parts) for rank in range(there.count))
     chunk = prefill_chunk(sum(entry.loaded for entry in parts), "cpu" if there.device == "CPU" else "cuda")
-    return there.usable - weights - workspace(config, kind, chunk, there.count)
+    left = there.usable - weights
+    return int(left * (1 - KEPT_FREE) if left > 0 else left) - workspace(config, kind, chunk, there.count)
 
 
 def _shortage(config: ModelConfig, kind: torch.dtype, there: Machine, demand: Demand) -> str | None:
@@ -263,12 +265,13 @@ def _shortage(config: ModelConfig, kind: torch.dtype, there: Machine, demand: De
 
     rank, full = state_size(config, kind, world=there.count), state_size(config, kind)
     room = _room(config, kind, there)
+    where = there.tightest or ("the CPU" if there.device == "CPU" else f"each of {there.count} x {there.device}")
     if room < 0:
-        lacking = human_bytes(-room)
-        return f"weights and work space exceed each of {there.count} x {there.device} by {lacking}"
+        need, free = human_bytes(there.usable - room), human_bytes(max(0, there.usable))
+        return f"{where} needs {need} for weights and work space, {free} are free"
     live = demand.sessions * rank.session(demand.tokens) + demand.forks * (rank.checkpoint + rank.row * PAGE)
     if live > room:
-        return f"live state takes {human_bytes(live)} on each device, {human_bytes(room)} are left beside the weights"
+        return f"{where} needs {human_bytes(live)} for live state, {human_bytes(room)} are free beside the weights"
     stored = demand.sessions * (demand.tokens * full.row + demand.checkpoints * full.checkpoint)
     stored += demand.forks * full.checkpoint
     if there.disk is not None and stored > there.disk:
@@ -286,7 +289,7 @@ def _nearest(config: ModelConfig, kind: torch.dtype, there: Machine, demand: Dem
         if less is not None:
             place = () if machine is there else (f"--gpus {machine.count}x{machine.device}",)
             return f"nearest that fits: {' '.join((*place, *less))}"
-    need = there.memory - _room(config, kind, there)
+    need = there.usable - _room(config, kind, there)
     return f"weights and work space need {human_bytes(need)} on each device: use a smaller model or larger devices"
 
 
@@ -308,9 +311,3 @@ def _less(config: ModelConfig, kind: torch.dtype, machine: Machine, demand: Dema
         if low:
             return [*options, f"--context {low * PAGE}", "--checkpoints 1"]
     return None
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

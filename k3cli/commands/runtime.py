@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from k3cli.commands.output import Printer, human_bytes
+from k3cli.commands.output import Printer, human_bytes, human_seconds
 from k3cli.config import KEYS, Settings, load_settings
 from k3cli.errors import K3Error, ModelError, SessionError
 
@@ -87,11 +88,12 @@ def other_model(problem: IdentityMismatch, store: Store, name: str) -> ModelErro
 
 
 def loading_bar(printer: Printer) -> Callable[[LoadProgress], None]:
-    """What a model loader reports to: a bar with bytes and rate, on a terminal."""
+    """What a model loader reports to: a bar with bytes, rate and time left, of all ranks together, on a terminal."""
 
     def progress(step: LoadProgress) -> None:
         size, rate = human_bytes(step.bytes_total), human_bytes(step.rate)
-        printer.progress("loading", step.bytes_done, step.bytes_total, f"of {size}", f"{rate}/s")
+        left = "" if step.left is None else f", {human_seconds(math.ceil(step.left))} left"
+        printer.progress("loading", step.bytes_done, step.bytes_total, f"of {size}", f"{rate}/s{left}")
 
     return progress
 

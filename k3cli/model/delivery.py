@@ -44,6 +44,7 @@ class WorldRing:
         self.rank, self.size, self._world = world.rank, world.size, world
 
     def counts(self, done: int) -> list[int]:
+        self._world.settled()  # what was handed round before has arrived, or a rank is gone
         found = torch.empty(self.size, 1, dtype=torch.int64)
         dist.all_gather(list(found.unbind(0)), torch.tensor([done]), group=self._world.control)
         return [int(count) for count in found.view(-1)]

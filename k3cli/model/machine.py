@@ -37,7 +37,8 @@ PIECE = 8 << 20
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes everywhere. memory: of each device the model runs on (the RAM itself when there is no GPU).
+    """Bytes everywhere. memory: of each device the model runs on (the RAM itself when there is no GPU); of the fullest
+    one where they differ, and `tightest` is then its torch name.
 
     rate: sequential read of the disk, bytes per second. sources: where each number comes from, for people.
     """
@@ -49,6 +50,7 @@ class Machine:
     disk: int | None
     rate: float
     sources: dict[str, str]
+    tightest: str | None = None
 
     @property
     def usable(self) -> int:
@@ -86,6 +88,7 @@ def describe(
     from k3cli.model.placement import available_memory
 
     sources: dict[str, str] = {}
+    tightest = None
     if ram is None:
         ram, sources["ram"] = available_memory(torch.device("cpu")), "free now"
     else:
@@ -96,8 +99,14 @@ def describe(
     elif torch.cuda.is_available():
         count = torch.cuda.device_count()
         name = torch.cuda.get_device_name(0)
-        memory = min(torch.cuda.mem_get_info(i)[0] for i in range(count)) + RESERVE
+        free = [torch.cuda.mem_get_info(i)[0] for i in range(count)]
+        memory = min(free) + RESERVE
         sources["device"] = "present; the memory is what is free now"
+        if max(free) - min(free) > RESERVE:
+            tightest = f"cuda:{free.index(min(free))}"
+            sources["device"] += (
+                f", on {tightest}; most is free on cuda:{free.index(max(free))}: {max(free) / 1e9:.1f} GB"
+            )
     else:
         name, count, memory, sources["device"] = "CPU", 1, 0, "no CUDA device is present"
     if name == "CPU":
@@ -113,7 +122,7 @@ def describe(
         measured = None if weights is None else read_rate(weights)
         found = measured or ASSUMED_RATE
         sources["rate"] = "measured on the weights" if measured else "assumed; --disk-rate says better"
-    return Machine(name, count, memory, ram, disk, found, sources)
+    return Machine(name, count, memory, ram, disk, found, sources, tightest)
 
 
 def _free(folder: Path) -> int | None:

@@ -93,6 +93,19 @@ def test_json_mode_keeps_the_answer_out_of_stdout(printer) -> None:
     assert both.err.getvalue() == "k3: note\n"
 
 
+def test_the_loading_bar_tells_bytes_rate_and_time_left(printer) -> None:
+    from k3cli.commands.runtime import loading_bar
+    from k3cli.model.weights import LoadProgress
+
+    bar, pipe = printer(err=True), printer()
+    for one in (bar, pipe):
+        loading_bar(one)(LoadProgress(0, 8 * 10**9, 0.0))
+        one._bar_time = 0.0
+        loading_bar(one)(LoadProgress(2 * 10**9, 8 * 10**9, 4.0))
+    assert "25% of 8.0 GB 500.0 MB/s, 12.0 s left" in bar.err.getvalue()
+    assert pipe.err.getvalue() == ""
+
+
 def test_many_progress_events_become_few(printer) -> None:
     few = printer(json=True)
     for done in range(1, 1001):

@@ -30,7 +30,9 @@ def test_no_is_exit_4_with_a_plan_that_fits(k3: Run):
     asked = ("plan", "k3", "--gpus", "8xB300", *BIG, "--sessions", "3", "-c", "1m")
     refused = k3(*asked)
     assert refused.code == 4
-    assert "live state takes" in refused.err
+    assert "each of 8 x B300 needs " in refused.err
+    assert "GB for live state, " in refused.err
+    assert "GB are free beside the weights" in refused.err
     nearest = refused.err.split("nearest that fits: ")[1].split()
     context = nearest[nearest.index("--context") + 1]
     assert 512 * 1024 < int(context) < 1 << 20
@@ -42,8 +44,25 @@ def test_no_is_exit_4_with_a_plan_that_fits(k3: Run):
 def test_more_gpus_are_proposed_when_the_weights_do_not_fit(k3: Run):
     refused = k3("plan", "k3", "--gpus", "8xH200", *BIG)
     assert refused.code == 4
-    assert "weights and work space exceed each of 8 x H200" in refused.err
+    assert "each of 8 x H200 needs 2" in refused.err
+    assert "GB for weights and work space, 149.7 GB are free" in refused.err
     assert "nearest that fits: --gpus 16xH200" in refused.err
+
+
+def test_the_gpu_with_least_free_memory_decides_and_is_named(k3: Run, monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    free = {0: 280 * 10**9, 1: 150 * 10**9}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "B300")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 288 * 10**9))
+    refused = k3("plan", "k3")
+    assert refused.code == 4
+    assert "cuda:1 needs " in refused.err
+    assert " for weights and work space, 150.0 GB are free" in refused.err
+    assert "nearest that fits: --gpus 16xB300" in refused.err
+    assert "most is free on cuda:0: 280.0 GB" in refused.out
 
 
 def test_disk_counts_and_fewer_checkpoints_are_tried_first(k3: Run):
