@@ -8,12 +8,17 @@ from collections.abc import Callable
 import torch
 
 
-def ceilings(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """(bytes per second, read and written together; operations per second in `dtype`), on random data."""
+def ceilings(device: torch.device, dtype: torch.dtype, world: int = 1) -> tuple[float, float]:
+    """(bytes per second, read and written together; operations per second in `dtype`), on random data.
+
+    world: ranks that share the work. GPUs have their own memory each: what the first one does, times all. A CPU's ranks
+    share it.
+    """
     if device.type == "cuda":
         from k3_kernels.bench.harness import copy_rate, matrix_rate
 
-        return copy_rate(), matrix_rate()
+        with torch.cuda.device(device):
+            return world * copy_rate(), world * matrix_rate()
     source = torch.rand(64 << 20)
     target = torch.empty_like(source)
     size = 1024

@@ -17,8 +17,6 @@ from torch import Tensor
 from k3cli.bench.floors import parts, total
 from k3cli.bench.record import Results, Row, measured
 from k3cli.model.config import ModelConfig
-from k3cli.model.network import K3Model
-from k3cli.model.state import State
 
 FLUSH_BYTES = 256 << 20
 """Written between cold steps: several times the L2 of any GPU."""
@@ -42,11 +40,12 @@ class Plan:
 
 
 class Ladder:
-    """One model climbing. ceilings: measured (bytes per second, operations per second)."""
+    """One model climbing. model: a `K3Model`, or a `MirrorModel` over ranks. ceilings: measured (bytes per second,
+    operations per second)."""
 
-    def __init__(self, model: K3Model, config: ModelConfig, plan: Plan, ceilings: tuple[float, float]) -> None:
+    def __init__(self, model: Any, config: ModelConfig, plan: Plan, ceilings: tuple[float, float]) -> None:
         self.model, self.config, self.plan, self.ceilings = model, config, plan, ceilings
-        self.state: State = model.new_state()
+        self.state: Any = model.new_state()
         self.random = torch.Generator().manual_seed(1)
         cuda = model.device.type == "cuda"
         self._sync: Callable[[], None] = torch.cuda.synchronize if cuda else _nothing
@@ -84,7 +83,7 @@ class Ladder:
         took = time.perf_counter() - began
         return row | (found if "error" in found else measured([took]) | {"state": f"extended from {first}"})
 
-    def _fill(self, state: State, count: int) -> Row:
+    def _fill(self, state: Any, count: int) -> Row:
         ids, done = self._ids(count), 0
         while done < count:
             # Chunks end at multiples of their size, as the engine cuts them.
@@ -95,8 +94,13 @@ class Ladder:
         return {}
 
     def _prefill_cell(self, depth: int) -> Row:
+        work = total(self._prefill_work(depth))
+        row = self._row(self._prefills(self.plan.repeats), self.plan.prompt, work.bytes, work.flops, depth)
+        return row | self._sums(row, lambda: self._prefills(self.plan.repeats))
+
+    def _prefills(self, repeats: int) -> list[float]:
         samples = []
-        for number in range(self.plan.repeats + 1):
+        for number in range(repeats + 1):
             state = self.state.fork()
             self._empty_cache()
             began = time.perf_counter()
@@ -104,8 +108,16 @@ class Ladder:
             if number:  # the first one warms up
                 samples.append(time.perf_counter() - began)
             del state
-        work = total(self._prefill_work(depth))
-        return self._row(samples, self.plan.prompt, work.bytes, work.flops, depth)
+        return samples
+
+    def _sums(self, row: Row, again: Callable[[], list[float]]) -> Row:
+        """What sums between ranks, and waiting for each other in them, take of a row's time: what it does not take when
+        they are left out. Nothing for a model in one piece."""
+        if not hasattr(self.model, "apart"):
+            return {}
+        with self.model.apart():
+            rest = measured(again())["seconds"]
+        return {"apart_seconds": rest, "sums_seconds": row["seconds"] - rest}
 
     def _prefill_work(self, depth: int) -> dict[str, Any]:
         """Work of the prompt in the chunks it is cut into: weights are read once per chunk."""
@@ -121,6 +133,11 @@ class Ladder:
 
     def _step_cell(self, depth: int, n: int) -> Row:
         """Steps of n rows, all accepted. One row is plain decoding."""
+        work = total(parts(self.config, self.model.dtype, n, depth))
+        row = self._row(self._steps(n), n, work.bytes, work.flops, depth)
+        return row | self._sums(row, lambda: self._steps(n))
+
+    def _steps(self, n: int) -> list[float]:
         state, samples = self.state.fork(), []
         for number in range(self.plan.steps + 3):
             ids = self._ids(n)
@@ -131,8 +148,7 @@ class Ladder:
             logits.argmax(-1).tolist()
             if number >= 3:
                 samples.append(time.perf_counter() - began)
-        work = total(parts(self.config, self.model.dtype, n, depth))
-        return self._row(samples, n, work.bytes, work.flops, depth)
+        return samples
 
     def _row(self, samples: Sequence[float], tokens: int, size: float, flops: float, depth: int) -> Row:
         row = measured(samples)
@@ -150,8 +166,7 @@ class Ladder:
         }
 
     def _ids(self, count: int) -> Tensor:
-        ids = torch.randint(0, self.config.vocab, (count,), generator=self.random)
-        return ids.to(self.model.device)
+        return torch.randint(0, self.config.vocab, (count,), generator=self.random)
 
     def _empty_cache(self) -> None:
         if self._flush is not None:

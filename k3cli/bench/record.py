@@ -23,8 +23,8 @@ from k3cli.errors import K3Error, UsageError
 
 SCHEMA = 1
 LIBRARIES = ("torch", "triton", "fla-core")
-SAME_TO_RESUME = ("model", "config", "dtype", "window", "device", "versions", "commit", "cache", "chunk", "kernels")
 SAME_TO_COMPARE = ("model", "config", "dtype", "window", "device", "cache", "chunk")
+SAME_TO_RESUME = (*SAME_TO_COMPARE, "world", "versions", "commit", "kernels")
 
 Row = dict[str, Any]
 
@@ -117,6 +117,8 @@ class Results:
 
     def add(self, row: Row) -> Row:
         row = {"v": SCHEMA, **row}
+        if (world := self.run.get("world", 1)) > 1:
+            row["world"] = world
         self.rows.append(row)
         self._append(row)
         return row

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,9 +22,12 @@ from k3cli.config import K3_SHAPE, Settings
 from k3cli.errors import FitError, UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.hub import resolve_model
-from k3cli.model.network import DEFAULT_WINDOW, K3Model
-from k3cli.model.placement import available_memory, choose_device, choose_dtype, prefill_chunk
+from k3cli.model.network import DEFAULT_WINDOW
+from k3cli.model.parallel import held
+from k3cli.model.peers import launched
+from k3cli.model.placement import choose_device, choose_dtype, prefill_chunk, rank_memory, weights_memory
 from k3cli.model.pool import Geometry, granules_for
+from k3cli.model.ranks import load_ranks, rank_devices, slice_ranks
 from k3cli.model.sizing import weigh, workspace
 from k3cli.model.weights import load_model
 
@@ -35,12 +39,16 @@ GPU_DEPTH, CPU_DEPTH = 32 << 10, 4 << 10
 
 @dataclass(frozen=True)
 class Subject:
-    """What runs. whole: the model a slice was cut from, else the same as config."""
+    """What runs. whole: the model a slice was cut from, else the same as config. world: ranks that share it, and place:
+    where the first one is."""
 
     name: str
     whole: ModelConfig
     config: ModelConfig
-    build: Callable[[torch.device, torch.dtype, int], K3Model]
+    place: torch.device
+    world: int
+    build: Callable[[torch.dtype, int], tuple[Any, Callable[[], None]]]
+    """(dtype, window) -> `K3Model` or its `MirrorModel` over several ranks, and what ends those."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +72,41 @@ def subject(
     settings: Settings, layers: int | None, configuration: Callable[[str], tuple[Path, ModelConfig]]
 ) -> Subject:
     """The configured model with its weights, or `layers` of its layers (of K3's, without one) with random weights."""
+    found, devices = launched(), rank_devices(settings.gpus, settings.device)
+    place = torch.device(devices[0]) if devices else choose_device(settings.device)[0]
+    world = max(1, len(devices)) if found is None else found[1]
     if layers is None:
         folder = resolve_model(settings.model_ref)
         config = ModelConfig.from_dir(folder)
 
-        def load(place: torch.device, kind: torch.dtype, window: int) -> K3Model:
-            return load_model(folder, device=place, dtype=kind, window=window).model
+        def load(kind: torch.dtype, window: int) -> tuple[Any, Callable[[], None]]:
+            if world == 1:
+                return load_model(folder, device=place, dtype=kind, window=window).model, _nothing
+            more: Any = {"device": settings.device, "dtype": _word(kind), "window": window}
+            loaded, peers = load_ranks(folder, config, devices, **more)
+            return loaded.model, peers.close
 
-        return Subject(folder.resolve().name, config, config, load)
+        return Subject(folder.resolve().name, config, config, place, world, load)
     folder, whole = configuration(settings.model or "k3")
     part = slice_config(whole, layers)
 
-    def make(place: torch.device, kind: torch.dtype, window: int) -> K3Model:
-        return random_model(part, place, kind, window)
+    def make(kind: torch.dtype, window: int) -> tuple[Any, Callable[[], None]]:
+        if world == 1:
+            return random_model(part, place, kind, window), _nothing
+        more: Any = {"device": settings.device, "dtype": _word(kind), "window": window}
+        model, peers = slice_ranks(folder, part, devices, **more)
+        return model, peers.close
 
     name = "k3" if folder == K3_SHAPE else folder.resolve().name
-    return Subject(f"{name}, slice of {layers} layers, random weights", whole, part, make)
+    return Subject(f"{name}, slice of {layers} layers, random weights", whole, part, place, world, make)
+
+
+def _nothing() -> None:
+    """A model in one piece leaves nothing to end."""
+
+
+def _word(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def rungs(ask: Ask, config: ModelConfig, cuda: bool) -> tuple[int, ...]:
@@ -97,8 +124,7 @@ def rungs(ask: Ask, config: ModelConfig, cuda: bool) -> tuple[int, ...]:
 
 def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None]) -> Iterator[Row]:
     """The run's conditions as the first row, then every row as it is finished. tell: one line for people."""
-    settings, config = ask.settings, what.config
-    place, _ = choose_device(settings.device)
+    settings, config, place = ask.settings, what.config, what.place
     kind = choose_dtype(settings.dtype, place, config)[0]
     cuda = place.type == "cuda"
     chunk = prefill_chunk(sum(entry.loaded for entry in weigh(config, kind)), place.type)
@@ -115,16 +141,24 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     if plan.depths[-1] + room > config.context_limit:
         # The deepest cells use the last tokens that fit.
         plan = dataclasses.replace(plan, depths=(*plan.depths[:-1], config.context_limit - room))
-    planned = planned_peak(config, kind, place, plan.chunk, tell)
-    model = what.build(place, kind, window)
-    limits = ceilings(place, kind)
+    planned = planned_peak(config, kind, place, plan.chunk, tell, what.world)
+    model, end = what.build(kind, window)
+    try:
+        yield from _measured(ask, what, plan, model, planned, file)
+    finally:
+        end()
+
+
+def _measured(ask: Ask, what: Subject, plan: Plan, model: Any, planned: int, file: Path | None) -> Iterator[Row]:
+    limits = ceilings(what.place, model.dtype, what.world)
     run = run_row(
         model=what.name,
-        config=hashlib.sha256(repr(dataclasses.astuple(config)).encode()).hexdigest()[:16],
-        layers=len(config.layers),
-        device=device_name(place),
-        dtype=str(kind).removeprefix("torch."),
-        window=window,
+        config=hashlib.sha256(repr(dataclasses.astuple(what.config)).encode()).hexdigest()[:16],
+        layers=len(what.config.layers),
+        device=device_name(what.place),
+        world=what.world,
+        dtype=_word(model.dtype),
+        window=model.window,
         chunk=plan.chunk,
         cache="cold" if ask.cold else "warm",
         kernels=model.kernels,
@@ -133,7 +167,7 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     )
     results = Results.open(run, file)
     yield run
-    ladder = Ladder(model, config, plan, limits)
+    ladder = Ladder(model, what.config, plan, limits)
     for row in ladder.climb(results):
         yield row
         if row.get("tokens") != plan.windows[-1] or row["row"] not in ("decode", "verify") or "error" in row:
@@ -141,10 +175,12 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
         if ask.verify:
             yield from _allowed(results, plan, row["depth"])
         else:
-            yield from _behind(ladder, results, what, row["depth"], settings.home if ask.stored else None)
+            yield from _behind(ladder, results, what, row["depth"], ask.settings.home if ask.stored else None)
     if not ask.verify and results.done(row="memory") is None:
-        note = "" if cuda else "the peak is the whole process's"
-        yield results.add({"row": "memory", "planned": planned, "peak": peak(place), "note": note})
+        note = "" if what.place.type == "cuda" else "the peak is the whole process's"
+        if what.world > 1:
+            note = "; ".join(filter(None, (note, "of rank 0")))
+        yield results.add({"row": "memory", "planned": planned, "peak": peak(what.place), "note": note})
 
 
 def _behind(ladder: Ladder, results: Results, what: Subject, depth: int, home: Path | None) -> Iterator[Row]:
@@ -183,11 +219,12 @@ def _allowed(results: Results, plan: Plan, depth: int) -> Iterator[Row]:
 
 
 def planned_peak(
-    config: ModelConfig, kind: torch.dtype, place: torch.device, chunk: int, tell: Callable[[str], None]
+    config: ModelConfig, kind: torch.dtype, place: torch.device, chunk: int, tell: Callable[[str], None], world: int = 1
 ) -> int:
-    """Bytes that weights, pool and the widest step will take; FitError before anything is made when they don't fit."""
-    weights = sum(entry.loaded for entry in weigh(config, kind))
-    free = available_memory(place)
+    """Bytes that weights, pool and the widest step will take on a rank; FitError before anything is made when they
+    don't fit."""
+    weights = max(weights_memory(config, kind, rank, world) for rank in range(world))
+    config, free = held(config, world), rank_memory(place, world)
     told = "unknown" if free is None else f"{free / 1e9:.1f} GB"
     if free is not None and weights > free:
         raise FitError(
@@ -196,7 +233,10 @@ def planned_peak(
     geometry = Geometry.of(config, 512, kind)
     pool = granules_for(config, geometry, None if free is None else free - weights, kind, chunk) * geometry.granule
     need = weights + pool + workspace(config, kind, chunk)
-    tell(f"plan: weights {weights / 1e9:.2f} GB, state pool {pool / 1e9:.2f} GB, peak {need / 1e9:.2f} of {told} free")
+    tell(
+        f"plan{'' if world == 1 else ' of each rank'}: weights {weights / 1e9:.2f} GB, state pool {pool / 1e9:.2f} GB, "
+        f"peak {need / 1e9:.2f} of {told} free"
+    )
     return need
 
 
@@ -232,6 +272,7 @@ def operators(file: Path | None, ops: str | None = None) -> Iterator[Row]:
         model="operators at K3's shapes",
         config="",
         device=device_name(torch.device("cuda", 0)),
+        world=1,
         dtype="bfloat16",
         window=8,
         chunk=0,

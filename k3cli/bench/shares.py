@@ -16,14 +16,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from k3cli.bench.record import Row
 from k3cli.model.config import ModelConfig
-from k3cli.model.network import K3Model
-from k3cli.model.state import State
 
 MARK = "k3:"
 
 
-def shares(model: K3Model, state: State, ids: torch.Tensor) -> Row:
-    """{part: share of the profiled time} of one verify step; state stays as it was (a fork is used)."""
+def shares(model: Any, state: Any, ids: torch.Tensor) -> Row:
+    """{part: share of the profiled time} of one verify step; state stays as it was (a fork is used).
+
+    Of several ranks it is rank 0's time, sums and waiting in them with the part they belong to.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write to stderr
     cuda = model.device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]

@@ -37,6 +37,9 @@ def cells(row: Row) -> tuple[str, ...]:
 def note(row: Row) -> str:
     """What a reader must know beside the numbers."""
     found = []
+    if "sums_seconds" in row:
+        share = row["sums_seconds"] / row["seconds"]
+        found.append(f"{row['world']} ranks, {duration(row['sums_seconds'])} of it for their sums ({share:.0%})")
     if row.get("derived"):
         found.append(f"derived: {row['formula']}")
     if "spec" in row:

@@ -18,8 +18,9 @@ from k3cli.errors import FitError, UsageError
 from k3cli.model.assemble import assemble
 from k3cli.model.blocks import MoeWeights, Weights
 from k3cli.model.config import ModelConfig
+from k3cli.model.fit import check_fit
 from k3cli.model.network import K3Model
-from k3cli.model.placement import available_memory, check_fit, choose_dtype, weights_memory
+from k3cli.model.placement import available_memory, choose_dtype, weights_memory
 from k3cli.model.world import World
 
 
@@ -64,18 +65,20 @@ def random_part(folder: Path, layers: int, dtype: str, window: int, world: World
     """
     rank, size, place = world.rank, world.size, world.device
 
-    def make() -> tuple[ModelConfig, torch.dtype, Weights]:
+    def prepare() -> tuple[ModelConfig, torch.dtype]:
         config = slice_config(ModelConfig.from_dir(folder), layers)
-        kind = choose_dtype(dtype, place, config)[0]
-        check_fit(config, place, kind, rank, size)
+        return config, choose_dtype(dtype, place, config)[0]
+
+    def make() -> Weights:
         weights = Weights(config, place, kind, rank, size)
         whole = Weights(config, torch.device("meta"), kind).sinks()
         split = {name for name, sink in weights.sinks().items() if sink.shape != whole[name].shape}
         _fill_all(weights, place, 0, rank, split)
-        return config, kind, weights
+        return weights
 
-    config, kind, weights = world.together(make)
-    return assemble(config, weights, kind, window, world)
+    config, kind = world.together(prepare)
+    check_fit(config, kind, place, world)
+    return assemble(config, world.together(make), kind, window, world)
 
 
 def _fill_all(weights: Weights, device: torch.device, seed: int, rank: int = 0, split: Collection[str] = ()) -> None:

@@ -217,7 +217,7 @@ def conversations(
     settings: Settings, request: Request, file: Path | None, tell: Callable[[str], None]
 ) -> Iterator[Row]:
     """The run's conditions as the first row, then a row for each text and drafter. tell: one line for people."""
-    engine = Engine.load(settings.model_ref, device=settings.device, dtype=settings.dtype)
+    engine = Engine.load(settings.model_ref, device=settings.device, dtype=settings.dtype, gpus=settings.gpus)
     folder = engine.folder
     assert folder is not None
     specs = []
@@ -226,6 +226,8 @@ def conversations(
         try:
             if choice.model_based:
                 draft_folder(choice, folder)
+                if engine.ranks > 1:
+                    raise UsageError(f"--spec {spec} on {engine.ranks} ranks", "off or suffix")
         except UsageError as problem:
             if request.asked:
                 raise
@@ -233,11 +235,12 @@ def conversations(
         else:
             specs.append(spec)
     request = replace(request, specs=tuple(specs))
-    limits = ceilings(engine.device, engine.model.dtype)
+    limits = ceilings(engine.device, engine.model.dtype, engine.ranks)
     run = run_row(
         model=engine.name,
         config=engine.identity.weights,
         device=device_name(engine.device),
+        world=engine.ranks,
         dtype=engine.dtype,
         window=settings.window or engine.model.window,
         chunk=engine.model.prefill_chunk,

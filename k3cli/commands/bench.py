@@ -71,6 +71,7 @@ def command(
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="With --spec: how often each runs.")] = 3,
     temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="With --spec.")] = 0.0,
     device: opt.Device = None,
+    gpus: opt.Gpus = None,
     dtype: opt.Dtype = None,
     json: opt.Json = False,
 ) -> None:
@@ -84,9 +85,8 @@ def command(
     from k3cli.commands.plan import configuration, parse_tokens
     from k3cli.commands.runtime import one_piece, settings_from
 
-    settings = settings_from({"model": model, "device": device, "dtype": dtype, "window": window})
+    settings = settings_from({"model": model, "device": device, "gpus": gpus, "dtype": dtype, "window": window})
     printer = Printer(json=json)
-    one_piece(settings, printer)
     if cache not in ("cold", "warm"):
         raise UsageError(f"--cache is {cache!r}", "cold or warm")
     if plot is not None:
@@ -113,6 +113,7 @@ def command(
             raise UsageError("--spec with --context, --depths or --prompt-tokens", "those with --slice N")
         rows = conversations(settings, request, output, printer.notice)
     elif kernels:
+        one_piece(settings, printer)
         rows = operators(output, ops)
     else:
         ask = Ask(
@@ -193,8 +194,9 @@ def _report(printer: Printer, rows: Iterator[Row]) -> tuple[Row, list[Row]]:
 
     run = next(rows)
     printer.event("run", **_told(run))
+    ranks = "" if run["world"] == 1 else f"{run['world']} ranks, each "
     printer.notice(
-        f"{run['model']} on {run['device']}, {run['dtype']}, window {run['window']}; kernels: {run['kernels']}"
+        f"{run['model']} on {ranks}{run['device']}, {run['dtype']}, window {run['window']}; kernels: {run['kernels']}"
     )
     rate = run["matrix_rate"] / 1e12
     printer.notice(f"measured: copy {human_bytes(run['bandwidth'])}/s, products {rate:.3g} T/s; load {run['load']}")

@@ -365,3 +365,24 @@ def test_help_needs_no_torch():
     found = CliRunner().invoke(app, ["bench", "--help"])
     assert found.exit_code == 0
     assert "compare" in found.output
+
+
+def test_a_slice_over_two_ranks_names_them_and_what_sums_take(
+    bench: Callable[..., tuple[int, str, str]], tmp_path: Path
+):
+    raw = json.loads((NANO / "config.json").read_text())
+    text = raw["text_config"]
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    text["linear_attn_config"]["num_heads"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    words = ("-m", str(tmp_path), "--slice", "2", "--gpus", "2", "--depths", "0", "--window", "2")
+    code, out, err = bench(*words, "--prompt-tokens", "32", "--device", "cpu", "--json")
+    assert code == 0, err
+    run, *rows = [json.loads(line) for line in out.splitlines() if '"row"' in line]
+    assert run["world"] == 2
+    assert [row["row"] for row in rows] == ["prefill", "decode", "verify", "shares", "whole", "memory"]
+    assert all(row["world"] == 2 for row in rows)
+    for row in rows[:3]:
+        assert row["sums_seconds"] == row["seconds"] - row["apart_seconds"]
+    assert "2 ranks, each CPU" in err
+    assert "for their sums" in err
