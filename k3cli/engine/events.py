@@ -134,7 +134,8 @@ class Speculation(Event):
     place in a window, the share of drafts that were right, given those before them were. tested: how many that is of.
     rows: how many steps had 1, 2, ... rows. seconds: in `draft`, `verify` (drawing included) and `commit`. inputs: what
     the number of rows is decided from: `step_seconds` of one row; `cost` of 1, 2, ... rows in such steps, and which of
-    those were `timed` and not only assumed; the `hit_rates` of the drafter where it measures them;
+    those were `timed` and not only assumed; `draft_price`, such steps that asking a draft model takes (0 until it was
+    asked twice), and `draft_wins`, those it wins; the `hit_rates` of the drafter where it measures them;
     `draft_context`, the tokens a draft model has seen: after a resume, those evaluated since.
     """
 

@@ -46,7 +46,6 @@ class Window:
         stats.verify_seconds += self.seconds
         stats.commit_seconds += commit_seconds
         if speculator is not None:
-            speculator.policy.costs.note(rows, self.seconds + commit_seconds)
-            speculator.policy.note(rows, used, tested, hits, self.draft_seconds)
+            speculator.account(rows, used, tested, hits, self.draft_seconds, self.seconds + commit_seconds)
             taps = getattr(self.log, "taps", None)
             speculator.observe(self.ids[:used], self.start, None if taps is None else taps[:used])

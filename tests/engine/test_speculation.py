@@ -335,21 +335,6 @@ def test_one_slow_step_does_not_rule_a_window_out() -> None:
     assert policy.choose(7, [0.95] * 7) >= 6
 
 
-def test_a_dear_drafter_is_not_asked_beyond_what_a_turn_may_lose() -> None:
-    """Sure of itself, always wrong, a tenth of a step to ask: drafting counts as a loss like rows do."""
-    policy = settled(lambda n: 1 + 0.1 * (n - 1))
-    lost = 0.0
-    for _ in range(1000):
-        if policy.resting():
-            policy.note(1, 1, 0, 0, 0.0)
-            continue
-        rows = policy.choose(7, [0.9] * 7)
-        policy.note(rows, 1, rows - 1, 0, 0.001)
-        policy._rest = 0  # the rule of asking less and less often is another one
-        lost += policy.costs.curve()[rows] - 1 + 0.1
-    assert 0 < lost < 0.03 * 1000
-
-
 class Fixed:
     """Always the same draft; counts how often it is asked."""
 
@@ -396,15 +381,3 @@ def test_while_the_policy_rests_only_the_cheap_half_is_asked(monkeypatch) -> Non
     assert speculator.propose([0], 3)[0] == [1]
     assert model.asked == 1
     assert speculator.describe()["draft_context"] == 0
-
-
-def test_a_slow_drafter_that_does_not_help_is_asked_less_and_less() -> None:
-    policy = settled(lambda n: 1.0)
-    asked = 0
-    for _ in range(400):
-        if policy.resting():
-            policy.note(1, 1, 0, 0, 0.0)
-        else:
-            asked += 1
-            policy.note(1, 1, 0, 0, 0.003)
-    assert asked < 40

@@ -6,6 +6,7 @@ A long match is right more often than any model and costs nothing; where text is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from k3cli.engine.drafting.drafter import Draft, Drafter
@@ -45,9 +46,10 @@ class BothDrafter:
         """Of two drafts the one of which more tokens are expected to be accepted."""
         match = self.cheap.propose(context, position, k)
         if match.confidence and match.confidence[0] >= SURE:
-            return match
+            return replace(match, asked=False)
         guess = self.model.propose(context, position, k)
-        return match if expected(match) > expected(guess) else guess
+        promised = expected(match)
+        return replace(match if promised > expected(guess) else guess, instead=promised)
 
     def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:
         self.cheap.observe(accepted, position, None)

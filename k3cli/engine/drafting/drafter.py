@@ -20,10 +20,14 @@ class Draft:
 
     ids: the tokens, next one first. confidence: for each, how likely it is to be accepted if those before it are
     (0 to 1); None when the drafter can't tell, and the acceptance measured at each place is used instead.
+    asked: that part of the drafter was asked which takes time, and has to win it. instead: tokens that were expected of
+    another draft at hand, made without that part.
     """
 
     ids: Sequence[int] = ()
     confidence: Sequence[float] | None = None
+    asked: bool = True
+    instead: float = 0.0
 
 
 NOTHING = Draft()

@@ -19,10 +19,18 @@ FOLLOW = 0.2
 GAIN = 1.03
 """A window must promise at least this many times the speed of plain decoding."""
 SHARE, FREE = 0.02, 1.5
-"""What drafts may lose in one turn: this share of the turn's plain steps, and at least so many steps."""
+"""What drafts may lose: this share of plain steps, and so many steps before the first."""
 
 DEAR = 0.01
 """A draft that takes more of a step than this has to earn it."""
+HOPE, TRUST = 1.0, 6
+"""Steps that asking is thought to win before anything is known, and how many answers that counts for."""
+FADE = 0.95
+"""Weight of an answer against the one behind it."""
+TRIALS = 0.015
+"""Share of the steps that may be spent to see whether asking pays again."""
+WARM = 0.5
+"""Steps that the first draft counts for at most: it makes tables and compiles what later ones use."""
 
 
 def describe() -> list[tuple[str, str, str]]:
@@ -36,8 +44,13 @@ def describe() -> list[tuple[str, str, str]]:
         ("cost of one more row", f"{SLOPE:.0%} of a step", "assumed until steps of that many rows were timed"),
         (
             "loss allowed",
-            f"{SHARE:.0%} of a turn's steps, or {FREE} steps",
+            f"{SHARE:.0%} of the steps, and {FREE} steps once",
             "drafts that were not accepted may not cost more; then decoding goes on without them",
+        ),
+        (
+            "asking a draft model",
+            f"while it wins steps, else for {TRIALS:.1%} of the time",
+            "measured: tokens it brought, less the rows verified and the time of the draft",
         ),
     ]
 
@@ -55,6 +68,9 @@ class Costs:
         self.window = window
         self.seconds = 0.0
         """Of a step of one row, now; 0 before the first step."""
+        self.draft_seconds = 0.0
+        """Of asking a draft model; 0 until it was asked twice."""
+        self._warm = False
         self._ratio = [0.0] * (window + 1)
         self._count = [0] * (window + 1)
         self._curve: list[float] | None = None
@@ -73,6 +89,22 @@ class Costs:
             follow *= count / MEMORY
         self.seconds *= 1 + follow * (ratio / expected - 1)
         self._curve = None
+
+    def note_draft(self, seconds: float) -> float:
+        """A draft took this long. Returns the steps of one row that it counts for: an interruption counts little."""
+        if not self._warm:
+            self._warm = True
+            return min(seconds / self.seconds, WARM)
+        if not self.draft_seconds:
+            self.draft_seconds = seconds
+        seconds = min(seconds, 3 * self.draft_seconds)
+        self.draft_seconds += FOLLOW * (seconds - self.draft_seconds)
+        return seconds / self.seconds
+
+    @property
+    def price(self) -> float:
+        """Steps of one row that a draft takes; 0 while that is not known."""
+        return self.draft_seconds / self.seconds if self.seconds else 0.0
 
     def measured(self) -> dict[int, float]:
         """Steps of one row that a step takes, by the row counts that were timed."""
@@ -109,8 +141,41 @@ class Acceptance:
         return [a / t for a, t in zip(self._accepted[1:], self._tested[1:], strict=True)]
 
 
+class Asking:
+    """Whether a draft that takes time is worth asking for: while it wins steps always, else now and then.
+
+    One miss says little: a draft model that is wrong every other time may still give two tokens a step. So the mean of
+    what answers brought decides, the latest counting most.
+    """
+
+    def __init__(self) -> None:
+        self._won, self._weight = HOPE * TRUST, float(TRUST)
+        self._since = 0
+        self._last = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Steps that an answer wins, rows and drafting paid."""
+        return self._won / self._weight
+
+    def due(self) -> bool:
+        """Whether to ask at this step; to be called once a step. An answer that paid is followed by another."""
+        self._since += 1
+        return self.mean > 0 or self._last > 0 or self._since * TRIALS >= -self.mean
+
+    def note(self, won: float) -> None:
+        """An answer brought `won` steps, negative when it cost more than it gave."""
+        self._won, self._weight = FADE * self._won + won, FADE * self._weight + 1
+        self._since, self._last = 0, won
+
+    def copy(self) -> Asking:
+        child = Asking()
+        child._won, child._weight = self._won, self._weight
+        return child
+
+
 class Policy:
-    """Decides the rows of each step of one timeline, and keeps a turn from losing time over drafts."""
+    """Decides the rows of each step of one timeline, and keeps its turns from losing time over drafts."""
 
     def __init__(self, costs: Costs, rows: int) -> None:
         """rows: most rows of a step, 1 <= rows <= costs.window."""
@@ -118,20 +183,29 @@ class Policy:
         self.costs = costs
         self.rows = rows
         self.acceptance = Acceptance(costs.window)
+        self.asking = Asking()
         self._lost = 0.0
         self._plain = 0.0
-        self._rest = 0
-        self._pause = 1
-        self._price = 0.0
 
     def begin(self) -> None:
-        """A turn starts; what it may lose is counted from here."""
-        self._lost = self._plain = 0.0
+        """A turn starts. What the turns before it have lost is still owed; what they won is not for losing."""
+        self._lost = max(0.0, self._lost - SHARE * self._plain)
+        self._plain = 0.0
+
+    def fork(self) -> Policy:
+        """For a copy of the timeline: it knows what asking brings, and owes nothing."""
+        child = Policy(self.costs, self.rows)
+        child.asking = self.asking.copy()
+        return child
 
     def resting(self) -> bool:
         """Whether to do without a draft this time: drafts that cost time were not worth it lately."""
-        self._rest = max(0, self._rest - 1)
-        return self._rest > 0 or (self._price > DEAR and self._price > self._room())
+        price = self.costs.price
+        if price <= DEAR:
+            return False
+        # A draft that can't be verified for want of room would be paid for nothing.
+        least = price + self.costs.curve()[min(2, self.rows)] - 1
+        return least > self._room() or not self.asking.due()
 
     def choose(self, drafts: int, confidence: Sequence[float] | None) -> int:
         """Rows of the next step, from 1 to 1 + drafts. confidence: see drafter.Draft."""
@@ -149,25 +223,29 @@ class Policy:
                 best, rows = tokens / cost, i + 2
         return rows
 
-    def note(self, rows: int, used: int, tested: int, hits: int, draft_seconds: float) -> None:
+    def note(
+        self,
+        rows: int,
+        used: int,
+        tested: int,
+        hits: int,
+        draft_seconds: float,
+        asked: bool = False,
+        instead: float = 0.0,
+    ) -> None:
         """A step of `rows` rows, of which `used` were kept; `hits` of `tested` drafts were right.
 
-        draft_seconds: what asking for the drafts took; it counts as a loss, too.
+        draft_seconds: what the drafts took; it counts as a loss, too. asked, instead: see drafter.Draft.
         """
-        drafting = draft_seconds / self.costs.seconds
+        drafting = self.costs.note_draft(draft_seconds) if asked else draft_seconds / self.costs.seconds
+        won = used - self.costs.curve()[rows] - drafting
         self._plain += used
-        self._lost += self.costs.curve()[rows] - used + drafting
+        self._lost -= won
         for place in range(1, tested + 1):
             self.acceptance.note(place, place <= hits)
-        # A draft that takes a noticeable part of a step has to earn it, or it is asked for less and less often.
-        if drafting > DEAR:
-            self._price += 0.2 * (drafting - self._price)
-            if used < 1 + drafting:
-                self._pause = min(2 * self._pause, 64)
-                self._rest = self._pause
-            else:
-                self._pause = 1
+        if asked:
+            self.asking.note(won - instead)
 
     def _room(self) -> float:
-        """Steps of one row that this turn may still lose."""
-        return max(FREE, SHARE * self._plain) - self._lost
+        """Steps of one row that may still be lost."""
+        return FREE + SHARE * self._plain - self._lost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from k3cli.engine.drafting.drafter import NOTHING, Draft, Drafter
@@ -65,6 +65,7 @@ class Speculator:
         self.failure = ""
         self._vocab = vocab
         self._told = False
+        self._last = NOTHING
 
     def begin(self, context: Sequence[int], sampling: Sampling) -> None:
         """A run of decoding starts; `context` is every token of the timeline."""
@@ -78,10 +79,12 @@ class Speculator:
     def propose(self, context: Sequence[int], room: int) -> tuple[list[int], float]:
         """Drafts worth verifying behind the last token of `context`, at most `room`, and the seconds that took."""
         most = min(room, self.policy.rows - 1)
+        self._last = Draft(asked=False)
         if self.failure or most < 1:
             return [], 0.0
         # While it rests, only that part of a drafter is asked that costs next to nothing.
-        drafter = getattr(self.drafter, "cheap", None) if self.policy.resting() else self.drafter
+        resting = self.policy.resting()
+        drafter = getattr(self.drafter, "cheap", None) if resting else self.drafter
         if drafter is None:
             return [], 0.0
         began = time.perf_counter()
@@ -91,8 +94,15 @@ class Speculator:
         except Exception as error:
             self._fail(error)
             draft, ids = NOTHING, []
+        self._last = replace(draft, asked=draft.asked and not resting)
         rows = self.policy.choose(len(ids), draft.confidence) if ids else 1
         return ids[: rows - 1], time.perf_counter() - began
+
+    def account(self, rows: int, used: int, tested: int, hits: int, draft_seconds: float, seconds: float) -> None:
+        """The step behind the last `propose` is over; see policy.Policy.note. seconds: of the step itself."""
+        self.policy.costs.note(rows, seconds)
+        last = self._last
+        self.policy.note(rows, used, tested, hits, draft_seconds, last.asked, last.instead)
 
     @property
     def needs_hidden(self) -> bool:
@@ -112,6 +122,7 @@ class Speculator:
         child = Speculator(
             self.drafter if self.failure else self.drafter.fork(), self.policy.costs, self.policy.rows, self._vocab
         )
+        child.policy = self.policy.fork()
         child.failure, child._told = self.failure, self._told
         return child
 
@@ -129,6 +140,8 @@ class Speculator:
             "step_seconds": round(costs.seconds, 6),
             "cost": [round(cost, 3) for cost in costs.curve()[1:]],
             "timed": sorted(costs.measured()),
+            "draft_price": round(costs.price, 3),
+            "draft_wins": round(self.policy.asking.mean, 2),
         }
         seen = getattr(self.drafter, "context_rows", None)
         if seen is not None:
