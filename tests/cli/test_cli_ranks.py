@@ -1,4 +1,4 @@
-"""`--gpus` on a CPU, as processes: one turn each with two ranks and with one, and nothing left behind."""
+"""`--gpus` as processes, on a CPU and where two GPUs are: turns with two ranks and with one; nothing stays."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from k3cli.config import NANO
 from k3cli.model.random_weights import write_random_checkpoint
 
 LONG = pytest.mark.skipif(os.environ.get("K3_LONG") != "1", reason="slow: K3_LONG=1")
+PROC = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
+
+
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.device_count() > 1 else [])])
+def model(request: pytest.FixtureRequest, splittable: Path) -> tuple[str, ...]:
+    """Arguments: the model and where it runs."""
+    return "-m", str(splittable), "--device", request.param, "--dtype", "float32"
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +74,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_a_session_goes_from_two_ranks_to_one(splittable: Path):
-    model = ("-m", str(splittable), "--device", "cpu")
+def test_a_session_goes_from_two_ranks_to_one(model: tuple[str, ...]):
     two = said("chat", *model, "-s", "a", "-p", "hello", "--gpus", "2")
     one = said("chat", *model, "-s", "b", "-p", "hello")
     assert answer(two) == answer(one) != ""
@@ -77,22 +85,53 @@ def test_a_session_goes_from_two_ranks_to_one(splittable: Path):
     counts = next(event for event in back if event["type"] == "saved")
     assert counts["replayed"] == 0
     assert counts["reused"] > 50
+    if "cuda" in model:
+        assert answer(said("resume", "a", *model[:3], "cpu", "-p", "go on")) != ""
+        more = ("-p", "go on", "--gpus", "2")
+        assert answer(said("resume", "a", *model, *more, "--spec", "off")) != ""
+        drafted, plain = (said("chat", *model, *more, "--spec", spec) for spec in ("suffix", "off"))
+        assert answer(drafted) == answer(plain)
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
-@pytest.mark.parametrize("how", ["kill", pytest.param("terminate", marks=LONG)])
-def test_nothing_stays_when_rank_0_ends(splittable: Path, how: str):
-    more = ("--gpus", "2", "--max-tokens", "3000", "-t", "1", "--spec", "off")
-    process = k3("chat", "-m", str(splittable), "--device", "cpu", "-s", "k", "-p", "hello", *more)
-    assert process.stderr is not None
-    process.stderr.readline()  # the session is open: the model is loaded on all ranks
+def answering(model: tuple[str, ...]) -> tuple[subprocess.Popen[str], list[int]]:
+    """A command in the middle of an answer, and its peers."""
+    more = ("--gpus", "2", "--max-tokens", "3000", "-t", "1", "--spec", "off", "--json")
+    process = k3("chat", *model, "-s", "k", "-p", "hello", *more)
+    assert process.stdout is not None
+    while json.loads(process.stdout.readline())["type"] not in ("text", "thinking"):
+        pass
     peers = descendants(process.pid)
     assert len(peers) == 1
+    return process, peers
+
+
+@PROC
+@pytest.mark.parametrize("how", ["kill", pytest.param("terminate", marks=LONG)])
+def test_nothing_stays_when_rank_0_ends(model: tuple[str, ...], how: str):
+    process, peers = answering(model)
     getattr(process, how)()
     process.communicate(timeout=30)
     until = time.monotonic() + 5
     while any(map(running, peers)) and time.monotonic() < until:
         time.sleep(0.05)
+    assert not any(map(running, peers))
+
+
+@PROC
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=LONG)])
+def test_a_lost_peer_is_one_line_and_nothing_stays(model: tuple[str, ...], how: int):
+    process, peers = answering(model)
+    os.kill(peers[0], how)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    killed = how == signal.SIGKILL
+    found = "was ended by signal 9; expected every rank to stay" if killed else "has not answered for 20 s"
+    assert process.returncode == 1, err
+    lines = [line for line in err.splitlines() if "error" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"k3: error: rank 1 {found}")
+    assert lines[0].endswith("start the command again: the session on disk is its last saved turn")
     assert not any(map(running, peers))
 
 
