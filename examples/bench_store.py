@@ -24,7 +24,20 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from k3_sessions import FieldSpec, Identity, StateLayout, Store, StoreConfig, TurnDraft, codec, layout_digest
+import xxhash
+from k3_sessions import (
+    DTYPES,
+    HASH_BLOCK,
+    FieldSpec,
+    Identity,
+    StateLayout,
+    Store,
+    StoreConfig,
+    StreamedState,
+    TurnDraft,
+    codec,
+    layout_digest,
+)
 from k3_sessions.upkeep import files
 
 MLA = (*range(3, 93, 4), 92)
@@ -157,6 +170,7 @@ def stages(state: RandomState) -> None:
     plain = state.checkpoint()["recurrent"][:2]
     work: dict[str, tuple[int, Callable[[], object]]] = {
         "sha256 of stored bytes": (len(packed), lambda: hashlib.sha256(packed).digest()),
+        "XXH3-128 of stored bytes": (len(packed), lambda: xxhash.xxh3_128_digest(packed)),
         "latents to frames": (latents.nbytes, lambda: codec.encode(latents, 1)),
         "frames to latents": (latents.nbytes, lambda: codec.decode(packed, table, out)),
         "recurrent state to frames": (plain.nbytes, lambda: codec.encode(plain, 1)),
@@ -171,24 +185,38 @@ def stages(state: RandomState) -> None:
         print(f"one core: {what:34} {size / MIB / max(best, 1e-9):7.0f} MiB/s")
 
 
-class Memory:
-    """An allocator that hands out the same arrays again, as an engine with pinned memory would."""
+class Pool:
+    """Memory of an engine, there before a restore begins, into which it copies what it is handed."""
 
-    def __init__(self) -> None:
-        self._made: list[np.ndarray] = []
-        self._next = 0
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.checkpoint: dict[str, np.ndarray] = {}
+        self.rows: dict[str, np.ndarray] = {}
+        for f in LAYOUT.fields:
+            rows = () if f.scope == "checkpoint" else (tokens,)
+            into = self.checkpoint if f.scope == "checkpoint" else self.rows
+            into[f.name] = np.empty((len(f.layers), *rows, *f.shape), DTYPES[f.dtype])
+        self.clear()
 
-    def again(self) -> None:
-        self._next = 0
+    def clear(self) -> None:
+        for array in (*self.checkpoint.values(), *self.rows.values()):
+            array.fill(1)
 
-    def __call__(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if self._next == len(self._made):
-            self._made.append(np.zeros(shape, dtype=dtype))
-            self._made[-1].fill(1)
-        found = self._made[self._next]
-        self._next += 1
-        assert (found.shape, found.dtype) == (shape, dtype)
-        return found
+    def load(self, state: StreamedState) -> None:
+        for name, first, part in state.checkpoint_parts():
+            self.checkpoint[name][first : first + len(part)] = part
+        for start in range(0, self.tokens, HASH_BLOCK):
+            stop = min(start + HASH_BLOCK, self.tokens)
+            for name, rows in self.rows.items():
+                rows[:, start:stop] = state.page_rows(name, start, stop)
+
+    def compare(self, state: RandomState) -> None:
+        for name, array in self.checkpoint.items():
+            assert np.array_equal(array.view("u1"), state.checkpoint()[name].view("u1")), name
+        for name, rows in self.rows.items():
+            for start in range(0, self.tokens, HASH_BLOCK):
+                stop = min(start + HASH_BLOCK, self.tokens)
+                assert np.array_equal(rows[:, start:stop], state.page_rows(name, start, stop)), (name, start)
 
 
 def speed(folder: Path, tokens: int, config: StoreConfig, rounds: int) -> None:
@@ -198,8 +226,8 @@ def speed(folder: Path, tokens: int, config: StoreConfig, rounds: int) -> None:
     print(f"state of {tokens} tokens: {raw / MIB:.0f} MiB, staging {config.staging_bytes / MIB:.0f} MiB")
     print(f"{cores} cores, load {load:.1f}; columns: seconds, MiB/s of state, MiB/s of disk, user + system, memory")
     stages(state)
+    pool = Pool(tokens)
     ids = np.random.default_rng(1).integers(0, 163840, tokens).tolist()
-    memory = Memory()
     for run in range(rounds):
         write, read = disk(folder, raw // (16 * MIB) * 16 * MIB)
         root = folder / f"store{run}"
@@ -212,19 +240,17 @@ def speed(folder: Path, tokens: int, config: StoreConfig, rounds: int) -> None:
         share = stored() / raw
         fresh = Store.open(root, config=config)
         plan = fresh.plan(report.turn.id, IDENTITY, LAYOUT)
-        spans = []
-        for what, allocate in (("new memory", np.empty), ("memory that is there", memory)):
-            memory.again()
-            if not run and allocate is memory:
-                fresh.restore(plan, IDENTITY, LAYOUT, allocate=memory)  # makes the memory
-                memory.again()
-            cold(root)
-            with timed(f"store: restore, {what}", raw, stored) as span:
-                back = fresh.restore(plan, IDENTITY, LAYOUT, allocate=allocate)
-            spans.append(span)
-            assert back.checkpoint()["recurrent"].tobytes() == state.checkpoint()["recurrent"].tobytes()
-            assert back.page_rows("k_pe", 512, 1024).tobytes() == state.page_rows("k_pe", 512, 1024).tobytes()
-            del back
+        pool.clear()
+        cold(root)
+        into_pool = timed("store: restore into a pool, cold", raw, stored)
+        with into_pool as restore, fresh.stream(plan, IDENTITY, LAYOUT) as back:
+            pool.load(back)
+        pool.compare(state)
+        cold(root)
+        with timed("store: restore into new memory", raw, stored):
+            whole = fresh.restore(plan, IDENTITY, LAYOUT)
+        assert whole.checkpoint()["recurrent"].tobytes() == state.checkpoint()["recurrent"].tobytes()
+        del whole
         cold(root)
         with timed("store: verify, cold", raw, stored) as verify:
             assert not fresh.verify().problems
@@ -235,11 +261,10 @@ def speed(folder: Path, tokens: int, config: StoreConfig, rounds: int) -> None:
         print("  of the disk's rate, by state and by stored bytes:")
         for what, span, limit, goal in (
             ("commit", commit, write, 60),
-            ("restore, new memory", spans[0], read, 70),
-            ("restore, memory that is there", spans[1], read, 70),
+            ("restore", restore, read, 70),
             ("verify", verify, read, 80),
         ):
-            print(f"    {what:30} {span.rate / limit:5.0%} {span.disk / limit:5.0%}   goal {goal} %", flush=True)
+            print(f"    {what:10} {span.rate / limit:5.0%} {span.disk / limit:5.0%}   goal {goal} %", flush=True)
 
 
 def stored_bytes(store: Store) -> int:

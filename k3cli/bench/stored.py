@@ -7,20 +7,19 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from k3_sessions.config import StoreConfig
 from k3_sessions.identity import layout_digest
 from k3_sessions.store import Store
-from k3_sessions.types import Identity, TurnDraft
+from k3_sessions.types import Identity, StateLayout, TurnDraft
 
 from k3cli.bench.record import Row, measured
 from k3cli.engine.timeline import Snapshot
-from k3cli.model.network import K3Model
-from k3cli.model.state import State
 
 
-def save_and_restore(model: K3Model, state: State, home: Path) -> tuple[Row, Row]:
+def save_and_restore(model: Any, state: Any, home: Path) -> tuple[Row, Row]:
     """(save, restore) rows. The restore reads files that were dropped from the page cache where the system allows.
 
     The restored state is loaded to the device and compared with the saved one before it counts.
@@ -36,12 +35,12 @@ def save_and_restore(model: K3Model, state: State, home: Path) -> tuple[Row, Row
         with store.writer("bench", create=True, identity=identity, layout=layout) as writer:
             report = writer.commit(draft, Snapshot(state.fork()))
         saved = measured([time.perf_counter() - began])
-        raw = sum(array.nbytes for array in state.checkpoint().values()) + _page_bytes(state)
+        raw = sum(array.nbytes for array in state.checkpoint().values()) + _page_bytes(state.position, layout)
         warm = _forget(folder)
         began = time.perf_counter()
-        restored = store.restore(store.plan(report.turn.id, identity, layout), identity, layout)
         twin = model.new_state()
-        twin.load(restored)
+        with store.stream(store.plan(report.turn.id, identity, layout), identity, layout) as stored:
+            twin.load(stored)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         took = measured([time.perf_counter() - began])
@@ -55,10 +54,10 @@ def save_and_restore(model: K3Model, state: State, home: Path) -> tuple[Row, Row
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _page_bytes(state: State) -> int:
+def _page_bytes(position: int, layout: StateLayout) -> int:
     return sum(
-        state.position * len(field.layers) * field.shape[0] * (2 if field.dtype == "bfloat16" else 4)
-        for field in state.layout.fields
+        position * len(field.layers) * field.shape[0] * (2 if field.dtype == "bfloat16" else 4)
+        for field in layout.fields
         if field.scope == "page"
     )
 

@@ -180,7 +180,7 @@ class Engine:
         return self._timeline(self.model.new_state(), tokens)
 
     def restored_timeline(self, restored: RestoredState, tokens: Sequence[int], *, share: bool = False) -> Timeline:
-        """A timeline over state read from the store, complete and verified. tokens: the whole history.
+        """A timeline over state from the store, read and verified before this returns. tokens: the whole history.
 
         share: keep it for `known_timeline`; it must be what prefilling these very tokens chunk by chunk gives here.
         """

@@ -50,7 +50,8 @@ def replay(
     origin = turns[first - 2] if first > 1 else turns[0]
     plan = store.plan(origin.id, engine.identity, engine.layout, upto=start)
     tokens = [int(i) for i in store.tokens(chosen[-1].id)]
-    timeline = engine.restored_timeline(store.restore(plan, engine.identity, engine.layout), tokens)
+    with store.stream(plan, engine.identity, engine.layout) as stored:
+        timeline = engine.restored_timeline(stored, tokens)
     if plan.boundary < start:
         yield ev.Notice(
             "replaying", f"{start - plan.boundary} tokens before turn {first} are evaluated again ({plan.reason})"

@@ -64,11 +64,11 @@ def restore_turn(
     if changed:
         emit(Notice("runtime-changed", changed))
     try:
-        restored = store.restore(plan, engine.identity, engine.layout)
+        with store.stream(plan, engine.identity, engine.layout) as stored:
+            timeline = engine.restored_timeline(stored, [int(i) for i in store.tokens(turn_id)])
     except Damaged as error:
         again = store.plan(turn_id, engine.identity, engine.layout)
         raise _with_offer(turn_id, again, error.found) from error
-    timeline = engine.restored_timeline(restored, [int(i) for i in store.tokens(turn_id)])
     if plan.boundary < plan.target:
         emit(
             Notice(

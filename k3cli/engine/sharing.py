@@ -57,8 +57,10 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
     if known is not None and known.position == plan.boundary:
         known.schedule = steps
         return SharedStart(known, plan, keep_at, (found,))
+    here = canonical(steps, engine.model.prefill_chunk) and not runtime_change(store.turn(plan.turn), engine)
     try:
-        restored = store.restore(plan, engine.identity, engine.layout)
+        with store.stream(plan, engine.identity, engine.layout) as stored:
+            timeline = engine.restored_timeline(stored, ids[: plan.boundary], share=here)
     except (Damaged, SessionChanged) as error:
         lost = Notice(
             "shared-prefix-unusable",
@@ -66,8 +68,6 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
             "evaluating them",
         )
         return SharedStart(engine.timeline(), None, 0, (lost,))
-    here = canonical(steps, engine.model.prefill_chunk) and not runtime_change(store.turn(plan.turn), engine)
-    timeline = engine.restored_timeline(restored, ids[: plan.boundary], share=here)
     timeline.schedule = steps
     return SharedStart(timeline, plan, keep_at, (found,))
 

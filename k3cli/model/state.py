@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from k3_sessions.types import Array, FieldSpec, RestoredState, StateLayout
+from k3_sessions.types import Array, FieldSpec, RestoredState, StateLayout, StreamedState
 from torch import Tensor
 
 from k3cli.errors import DamagedError
@@ -212,7 +212,8 @@ class State:
         return to_host(torch.cat(parts, 1))
 
     def load(self, restored: RestoredState) -> None:
-        """Takes over stored state. Everything is checked and copied before this state changes.
+        """Takes over stored state. Everything is checked and copied before this state changes, so that a state that is
+        still being read while it is copied is taken over whole or not at all.
 
         Raises DamagedError when a field is missing, unknown, or of another shape or type, FitError when it has no room;
         the state is then as before.
@@ -220,19 +221,11 @@ class State:
         position = restored.position
         if position < 0:
             raise DamagedError(f"stored position {position}", "zero or more")
-        arrays = restored.checkpoint()
         fields = {field.name: field for field in self.layout.fields}
-        wanted = {name for name, field in fields.items() if field.scope == "checkpoint"}
-        if set(arrays) != wanted:
-            raise DamagedError(f"stored checkpoint fields {sorted(arrays)}", f"{sorted(wanted)}")
         held, pool = Holding(), self.pool
         try:
             held.slot = pool.slot()
-            if wanted:
-                pool.recurrent[held.slot] = _checked(arrays["recurrent"], fields["recurrent"], ())
-                parts = pool.conv[held.slot].split(self.config.kda.width, dim=-1)
-                for name, part in zip(CONV_FIELDS, parts, strict=True):
-                    part.copy_(_checked(arrays[name], fields[name], ()))
+            self._load_checkpoint(restored, held.slot)
             for start in range(0, position, self.page):
                 stop = min(start + self.page, position)
                 held.pages.append(pool.page())
@@ -249,6 +242,26 @@ class State:
         self.position, self.accepted, self.chain = position, 0, []
         self.version += 1
 
+    def _load_checkpoint(self, restored: RestoredState, slot: int) -> None:
+        """Every checkpoint field into a slot of the pool."""
+        fields = {field.name: field for field in self.layout.fields if field.scope == "checkpoint"}
+        arrived = dict.fromkeys(fields, 0)
+        places: dict[str, Tensor] = {}
+        if fields:
+            parts = self.pool.conv[slot].split(self.config.kda.width, dim=-1)
+            places = dict(zip(("recurrent", *CONV_FIELDS), (self.pool.recurrent[slot], *parts), strict=True))
+        for name, first, array in _checkpoint_parts(restored):
+            if name not in fields:
+                raise DamagedError(f"stored checkpoint field {name}", f"{sorted(fields)}")
+            part = _checked(array, fields[name], (), layers=len(array))
+            if first != arrived[name] or first + len(part) > len(fields[name].layers):
+                raise DamagedError(f"stored field {name} goes on with layer {first}", f"{arrived[name]}")
+            places[name][first : first + len(part)] = part
+            arrived[name] += len(part)
+        for name, field in fields.items():
+            if arrived[name] != len(field.layers):
+                raise DamagedError(f"stored field {name} has {arrived[name]} layers", f"{len(field.layers)}")
+
     def _columns(self, name: str) -> slice:
         rank, row = self.config.mla.kv_rank, self.config.mla.row
         spans = {"kv_latent": slice(0, rank), "k_pe": slice(rank, row)}
@@ -257,9 +270,21 @@ class State:
         return spans[name]
 
 
-def _checked(array: Array, field: FieldSpec, extra: tuple[int, ...]) -> Tensor:
-    """A stored field as a host tensor that shares the array's memory where it can; shape and type checked."""
-    shape = (len(field.layers), *extra, *field.shape)
+def _checkpoint_parts(restored: RestoredState) -> Iterator[tuple[str, int, Array]]:
+    """Name, first layer and array of each part of the checkpoint; whole fields where they were not read in parts."""
+    if isinstance(restored, StreamedState):
+        yield from restored.checkpoint_parts()
+        return
+    for name, array in restored.checkpoint().items():
+        yield name, 0, array
+
+
+def _checked(array: Array, field: FieldSpec, extra: tuple[int, ...], layers: int | None = None) -> Tensor:
+    """A stored field as a host tensor that shares the array's memory where it can; shape and type checked.
+
+    layers: how many of the field's layers it holds; None: all.
+    """
+    shape = (len(field.layers) if layers is None else layers, *extra, *field.shape)
     kind = np.dtype("<u2") if field.dtype == "bfloat16" else np.dtype("<f4")
     if array.shape != shape or array.dtype != kind:
         raise DamagedError(

@@ -38,6 +38,7 @@ from k3_sessions.types import (
     Session,
     StateLayout,
     StateSource,
+    StreamedState,
     Turn,
     TurnDraft,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "StoreError",
     "StoreFull",
     "StoreReadOnly",
+    "StreamedState",
     "ThinningPolicy",
     "TreeUsage",
     "Turn",

@@ -15,7 +15,7 @@ from k3_sessions.blobs import Blobs, path_of
 from k3_sessions.catalog import Catalog
 from k3_sessions.errors import Damaged, StoreError
 from k3_sessions.identity import PrefixDigest, identity_digest
-from k3_sessions.objects import Kind
+from k3_sessions.objects import Blob, Kind
 from k3_sessions.records import Kept, Ref, Root
 from k3_sessions.staging import Slots
 from k3_sessions.state_objects import fields_of, group_claims, groups_of, open_state, page_claims
@@ -133,17 +133,18 @@ def _inspect_boundary(blobs: Blobs, findings: Findings, ref: Ref, root: Root, en
     if len(groups) != len(turn.checkpoint):
         raise Damaged(f"turn {turn.id[:12]} lacks checkpoint objects", object=path_of(turn.id))
 
-    def check(key: str, size: int, kind: Kind, scope: str, claims: Mapping[str, object]) -> None:
-        with findings.slots.slot(size) as slot:
-            open_state(blobs.get(key, size, slot), key, kind, fields_of(root.layout, scope), claims)
+    def check(blob: Blob, kind: Kind, scope: str, claims: Mapping[str, object]) -> None:
+        with findings.slots.slot(blob.size) as slot:
+            data = blobs.get(blob.id, blob.size, slot, blob.check)
+            open_state(data, blob.id, kind, fields_of(root.layout, scope), claims)
 
     for page in catalog.pages(path):
         claims = page_claims(page, seed, digest.at(page.stop))
         blob = page.blob
-        findings.want(blob.id, ref.name, blob.size, partial(check, blob.id, blob.size, Kind.PAGE, "page", claims))
+        findings.want(blob.id, ref.name, blob.size, partial(check, blob, Kind.PAGE, "page", claims))
     for group, blob in zip(groups, turn.checkpoint, strict=True):
         claims = group_claims(group, seed, at)
-        job = partial(check, blob.id, blob.size, Kind.CHECKPOINT, "checkpoint", claims)
+        job = partial(check, blob, Kind.CHECKPOINT, "checkpoint", claims)
         findings.want(blob.id, ref.name, blob.size, job)
 
 

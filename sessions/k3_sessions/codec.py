@@ -141,7 +141,7 @@ def _join(planes: Sequence[Array], run: Array) -> None:
     if run.itemsize == 2:
         words = run.view("<u2")
         np.copyto(words, planes[1])
-        np.left_shift(words, 8, out=words)
+        np.multiply(words, 256, out=words)  # numpy's shift takes nearly twice as long
         np.bitwise_or(words, planes[0], out=words)
         return
     items = run.view(np.uint8).reshape(run.size, run.itemsize)

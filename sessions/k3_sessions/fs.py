@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,9 @@ NETWORK_TYPES = frozenset(_NETWORK.split())
 """File-system types whose locks or renames depend on another machine."""
 
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+READ_BLOCK = 1024 * 1024
+"""Bytes read at a time into given memory: few calls, and what was read is still in the processor's cache."""
+
 _PAUSE = 0.01  # seconds between two tries for a lock
 
 
@@ -84,8 +87,11 @@ class FileSystem(Protocol):
         """Content from `start`, `size` bytes or all; shorter only where the file ends."""
         ...
 
-    def read_into(self, path: str, out: memoryview) -> int:
-        """Fill `out` (writable bytes) from the start of a file; returns how many bytes, fewer where the file ends."""
+    def read_into(self, path: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
+        """Fill `out` (writable bytes) from the start of a file; returns how many bytes, fewer where the file ends.
+
+        `seen` gets each piece in order as it arrives, at most READ_BLOCK bytes: to hash it while it is in the cache.
+        """
         ...
 
     def names(self, path: str) -> list[str]:
@@ -234,10 +240,11 @@ class RealFS:
                 data += more
             return data
 
-    def read_into(self, path: str, out: memoryview) -> int:
+    def read_into(self, path: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
         with self._opened(path) as (handle, _):
             done = 0
-            while done < len(out) and (more := os.preadv(handle, [out[done:]], done)):
+            while done < len(out) and (more := os.preadv(handle, [out[done : done + READ_BLOCK]], done)):
+                seen(out[done : done + more])
                 done += more
             return done
 

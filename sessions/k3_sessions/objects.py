@@ -10,7 +10,8 @@
 
 A section is {"name", "dtype", "dims", "frames": [[codec, bytes], ...]} and may say "optional": true. Readers skip
 optional sections they do not know and refuse others. The object's name is the sha256 of all its bytes.
-Minor version 1 brought plain frames (codec.py); objects without one still say 0.
+Minor version 1 brought plain frames (codec.py); objects without one still say 0. Minor version 2 brought checks in
+turns (records.py), which older readers may pass over, so no object says 2.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -30,7 +31,7 @@ from k3_sessions.errors import Damaged, FormatUnsupported
 from k3_sessions.types import DTYPES, Array
 
 MAGIC = b"K3OBJ\r\n\x1a"
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
 """The newest format this code reads and writes."""
 Parts = list[bytes | memoryview]
 PREFIX = struct.Struct("<8sBBHI")
@@ -49,10 +50,15 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Blob:
-    """Reference to an object: hex sha256 of its bytes, and how many they are."""
+    """Reference to an object: hex sha256 of its bytes, how many they are, and their hex XXH3-128 ("" if not known).
+
+    The id names the object. The check is a quicker way to the same answer, for what is read often and large: a turn
+    records it beside the id, so it is itself covered by the turn's sha256.
+    """
 
     id: str
     size: int
+    check: str = field(default="", compare=False)
 
     def to_json(self) -> list[Any]:
         return [self.id, self.size]

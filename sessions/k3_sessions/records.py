@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class TurnRecord:
         return self.start + len(self.tokens)
 
     def pack(self, level: int) -> Parts:
-        meta = {
+        meta: dict[str, Any] = {
             "parent": self.parent,
             "root": self.root,
             "start": self.start,
@@ -76,6 +76,9 @@ class TurnRecord:
             "pages": [[p.start, p.stop, *p.blob.to_json()] for p in self.pages],
             "checkpoint": [b.to_json() for b in self.checkpoint],
         }
+        blobs = [*(p.blob for p in self.pages), *self.checkpoint]
+        if any(b.check for b in blobs):
+            meta["checks"] = [b.check for b in blobs]
         return pack(Kind.TURN, meta, [("tokens", "uint32", self.tokens)], level)
 
 
@@ -177,6 +180,8 @@ def read_turn(data: Any, key: str, where: str) -> TurnRecord:
     found = unpack(data, Kind.TURN, where, known=("tokens",))
     with _well_formed(where):
         meta = found.meta
+        # Turns of 1.0 and 1.1 have no checks: their objects are read by sha256.
+        checks = iter(meta.get("checks") or [""] * (len(meta["pages"]) + len(meta["checkpoint"])))
         return TurnRecord(
             parent=meta["parent"],
             root=meta["root"],
@@ -187,11 +192,18 @@ def read_turn(data: Any, key: str, where: str) -> TurnRecord:
             created=meta["created"],
             meta=dict(meta["meta"]),
             pages_from=int(meta["pages_from"]),
-            pages=tuple(Page(int(a), int(b), Blob(i, int(n))) for a, b, i, n in meta["pages"]),
-            checkpoint=tuple(Blob(i, int(n)) for i, n in meta["checkpoint"]),
+            pages=tuple(Page(int(a), int(b), Blob(i, int(n), _check(checks))) for a, b, i, n in meta["pages"]),
+            checkpoint=tuple(Blob(i, int(n), _check(checks)) for i, n in meta["checkpoint"]),
             id=key,
             size=len(data),
         )
+
+
+def _check(checks: Iterator[Any]) -> str:
+    found = next(checks, None)
+    if not isinstance(found, str) or len(found) not in (0, 32):
+        raise ValueError(f"check {found!r}")
+    return found
 
 
 def _tokens(found: Object) -> Array:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import numpy as np
 from k3_sessions.blobs import path_of
 from k3_sessions.errors import BadDraft, Damaged, IdentityMismatch, SessionChanged
 from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
-from k3_sessions.objects import Kind
+from k3_sessions.objects import Blob, Kind
 from k3_sessions.records import Page, Root, TurnRecord
 from k3_sessions.staging import Slots
 from k3_sessions.state_objects import (
@@ -28,10 +30,6 @@ from k3_sessions.types import DTYPES, HASH_BLOCK, Array, Identity, RestorePlan, 
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
-
-
-Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
-"""Makes a C-contiguous array of a shape and dtype."""
 
 
 def check_root(root: Root, identity: Identity, layout: StateLayout, what: str) -> None:
@@ -121,13 +119,14 @@ class State:
         return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
 
 
-def restore(
-    store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout, allocate: Allocate = np.empty
-) -> State:
-    """See Store.restore."""
-    if plan.turn is None:
-        return State(0, {}, {})
+@contextmanager
+def reading(store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout) -> Iterator[list[Piece]]:
+    """What there is to read for a plan that names a turn, checkpoint first; the store stays locked meanwhile.
+
+    Raises what `Store.restore` does; Damaged from inside the block turns into SessionChanged where that is what it is.
+    """
     with store.using():
+        assert plan.turn is not None
         path = store.catalog.path(plan.turn)
         turn = path[-1]
         root = store.catalog.root(turn.root)
@@ -138,7 +137,7 @@ def restore(
         digest = PrefixDigest(seed, store.catalog.tokens(path))
         pages = store.catalog.pages(path)
         try:
-            return _read(store, layout, seed, digest, turn, pages, allocate)
+            yield _pieces(store, layout, seed, digest, turn, pages)
         except Damaged:
             # Missing objects are no damage if, meanwhile, the last session that kept them let go.
             if turn.id not in store.catalog.kept():
@@ -148,15 +147,42 @@ def restore(
             raise
 
 
-def _read(
-    store: Store,
-    layout: StateLayout,
-    seed: bytes,
-    digest: PrefixDigest,
-    turn: TurnRecord,
-    pages: Sequence[Page],
-    allocate: Allocate,
-) -> State:
+def restore(store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout) -> State:
+    """See Store.restore."""
+    if plan.turn is None:
+        return State(0, {}, {})
+    with reading(store, plan, identity, layout) as pieces:
+        fields = fields_of(layout, "checkpoint")
+        checkpoint = {f.name: np.empty((len(f.layers), *f.shape), DTYPES[f.dtype]) for f in fields}
+        blocks: dict[str, list[Array]] = {f.name: [] for f in fields_of(layout, "page")}
+        jobs: list[Callable[[], None]] = []
+        for piece in pieces:
+            if piece.group is not None:
+                out = {name: checkpoint[name][slice(*span)] for name, span in piece.group.spans.items()}
+            else:
+                out = {name: np.empty(shape, dtype) for name, (shape, dtype) in piece.arrays.items()}
+                for name, array in out.items():
+                    blocks[name].append(array)
+            jobs.append(partial(piece.fill, out))
+        run_all(store, jobs)
+        return State(plan.boundary, checkpoint, blocks)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the state that is read by one worker: a group of checkpoint layers, or all rows of one hash block.
+
+    arrays: shape and dtype of each field's part. fill: reads, checks and decodes into arrays like that, C-contiguous.
+    """
+
+    arrays: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+    fill: Callable[[Mapping[str, Array]], None]
+    group: Group | None = None
+
+
+def _pieces(
+    store: Store, layout: StateLayout, seed: bytes, digest: PrefixDigest, turn: TurnRecord, pages: Sequence[Page]
+) -> list[Piece]:
     at = (turn.position, digest.at(turn.position))
     if at[1] != turn.prefix:
         raise Damaged(f"turn {turn.id[:12]} does not describe its own tokens", object=turn.id)
@@ -165,19 +191,22 @@ def _read(
         raise Damaged(
             f"turn {turn.id[:12]} has {len(turn.checkpoint)} checkpoint objects", str(len(groups)), object=turn.id
         )
-    checkpoint = {f.name: allocate((len(f.layers), *f.shape), DTYPES[f.dtype]) for f in fields_of(layout, "checkpoint")}
-    blocks: dict[str, list[Array]] = {}
-    for f in fields_of(layout, "page"):
-        sizes = [min(HASH_BLOCK, turn.position - start) for start in range(0, turn.position, HASH_BLOCK)] or [0]
-        blocks[f.name] = [allocate((len(f.layers), size, *f.shape), DTYPES[f.dtype]) for size in sizes]
     slots = Slots(store.config.staging_bytes)
-    jobs: list[Callable[[], None]] = [
-        partial(_read_group, store, slots, layout, seed, at, group, (blob.id, blob.size), checkpoint)
-        for group, blob in zip(groups, turn.checkpoint, strict=True)
-    ]
-    jobs += [partial(_read_page, store, slots, layout, seed, digest, page, blocks) for page in pages]
-    run_all(store, jobs)
-    return State(turn.position, checkpoint, blocks)
+    pieces: list[Piece] = []
+    kept = {f.name: f for f in fields_of(layout, "checkpoint")}
+    for group, blob in zip(groups, turn.checkpoint, strict=True):
+        arrays = {
+            name: ((last - first, *kept[name].shape), DTYPES[kept[name].dtype])
+            for name, (first, last) in group.spans.items()
+        }
+        pieces.append(Piece(arrays, partial(_read_group, store, slots, layout, seed, at, group, blob), group))
+    rows = fields_of(layout, "page")
+    for start in range(0, turn.position, HASH_BLOCK) if turn.position else (0,):
+        stop = min(start + HASH_BLOCK, turn.position)
+        arrays = {f.name: ((len(f.layers), stop - start, *f.shape), DTYPES[f.dtype]) for f in rows}
+        inside = [page for page in pages if start <= page.start < stop]
+        pieces.append(Piece(arrays, partial(_read_block, store, slots, layout, seed, digest, inside)))
+    return pieces
 
 
 def run_all(store: Store, jobs: Sequence[Callable[[], None]]) -> None:
@@ -189,12 +218,18 @@ def run_all(store: Store, jobs: Sequence[Callable[[], None]]) -> None:
         for future in futures:
             future.result()
     except BaseException:
-        for future in futures:
-            future.cancel()
-        for future in futures:
-            if not future.cancelled():
-                future.exception()
+        abandon(futures)
         raise
+
+
+def abandon(futures: Iterable[Future[Any]]) -> None:
+    """Skip what has not begun, and wait for the rest, whatever becomes of it."""
+    futures = list(futures)
+    for future in futures:
+        future.cancel()
+    for future in futures:
+        if not future.cancelled():
+            future.exception()
 
 
 def _read_group(
@@ -204,38 +239,38 @@ def _read_group(
     seed: bytes,
     at: tuple[int, str],
     group: Group,
-    blob: tuple[str, int],
+    blob: Blob,
     out: Mapping[str, Array],
 ) -> None:
     fields = fields_of(layout, "checkpoint")
-    with slots.slot(blob[1]) as slot:
-        data = store.blobs.get(*blob, slot)
-        found = open_state(data, blob[0], Kind.CHECKPOINT, fields, group_claims(group, seed, at))
+    with slots.slot(blob.size) as slot:
+        data = store.blobs.get(blob.id, blob.size, slot, blob.check)
+        found = open_state(data, blob.id, Kind.CHECKPOINT, fields, group_claims(group, seed, at))
         for f in fields:
-            read_section(found, f, out[f.name][slice(*group.spans[f.name])], blob[0])
+            read_section(found, f, out[f.name], blob.id)
 
 
-def _read_page(
+def _read_block(
     store: Store,
     slots: Slots,
     layout: StateLayout,
     seed: bytes,
     digest: PrefixDigest,
-    page: Page,
-    out: Mapping[str, Sequence[Array]],
+    pages: Sequence[Page],
+    out: Mapping[str, Array],
 ) -> None:
     fields = fields_of(layout, "page")
-    number, offset = divmod(page.start, HASH_BLOCK)
-    claims = page_claims(page, seed, digest.at(page.stop))
-    with slots.slot(page.blob.size) as slot:
-        data = store.blobs.get(page.blob.id, page.blob.size, slot)
-        found = open_state(data, page.blob.id, Kind.PAGE, fields, claims)
-        for f in fields:
-            block = out[f.name][number]
-            rows = page.stop - page.start
-            if rows == block.shape[1]:
-                read_section(found, f, block, page.blob.id)
-                continue
-            part = np.empty((block.shape[0], rows, *block.shape[2:]), dtype=block.dtype)
-            read_section(found, f, part, page.blob.id)
-            block[:, offset : offset + rows] = part
+    for page in pages:
+        claims = page_claims(page, seed, digest.at(page.stop))
+        rows, offset = page.stop - page.start, page.start % HASH_BLOCK
+        with slots.slot(page.blob.size) as slot:
+            data = store.blobs.get(page.blob.id, page.blob.size, slot, page.blob.check)
+            found = open_state(data, page.blob.id, Kind.PAGE, fields, claims)
+            for f in fields:
+                block = out[f.name]
+                if rows == block.shape[1]:
+                    read_section(found, f, block, page.blob.id)
+                    continue
+                part = np.empty((block.shape[0], rows, *block.shape[2:]), dtype=block.dtype)
+                read_section(found, f, part, page.blob.id)
+                block[:, offset : offset + rows] = part

@@ -6,7 +6,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from k3_sessions.blobs import Batch
@@ -45,17 +45,26 @@ class Slot:
     def view(self, size: int) -> memoryview:
         """The first `size` bytes; what they held before is gone."""
         if len(self._memory) < size:
-            try:
-                pages = mmap.mmap(-1, -(-size // _HUGE) * _HUGE)
-            except OSError as error:
-                raise MemoryError(f"no {size} bytes to read an object into ({error.strerror})") from error
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            self._memory = memoryview(pages)
+            self._memory = memoryview(new_memory(size, "to read an object into"))
         return self._memory[:size]
 
 
 _HUGE = 2 * 1024 * 1024
+
+
+def new_memory(size: int, what: str) -> mmap.mmap:
+    """At least `size` zeroed bytes, in huge pages where the system has them: finding small ones costs more time.
+
+    Raises MemoryError, which says `what` they were for.
+    """
+    try:
+        pages = mmap.mmap(-1, max(1, -(-size // _HUGE)) * _HUGE)
+    except OSError as error:
+        raise MemoryError(f"no {size} bytes {what} ({error.strerror})") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 class Slots:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from k3_sessions.fs import NETWORK_TYPES, FileSystem, RealFS
 from k3_sessions.identity import check_layout, layout_digest
 from k3_sessions.locks import Locks
 from k3_sessions.records import Kept, Ref, TurnRecord
+from k3_sessions.streaming import Stream
 from k3_sessions.types import Array, Identity, RestoredState, RestorePlan, Session, StateLayout, Turn
 from k3_sessions.writer import SessionWriter
 
@@ -219,21 +221,32 @@ class Store(Locks):
         """
         return restoring.plan(self, self._record(turn_id), identity, layout, upto)
 
-    def restore(
-        self,
-        plan: RestorePlan,
-        identity: Identity,
-        layout: StateLayout,
-        *,
-        allocate: restoring.Allocate = np.empty,
-    ) -> RestoredState:
+    def restore(self, plan: RestorePlan, identity: Identity, layout: StateLayout) -> RestoredState:
         """Read, hash and decompress everything `plan` names; nothing is returned unless all of it is right.
 
-        A plan without a turn gives a state at position 0 with no arrays: start from a new one. `allocate` makes the
-        result's arrays, in pinned memory for a device copy, say; after a failure what they hold is worthless.
+        A plan without a turn gives a state at position 0 with no arrays: start from a new one.
         Raises IdentityMismatch, Damaged (plan again: the object will be gone around), SessionChanged.
         """
-        return restoring.restore(self, plan, identity, layout, allocate)
+        return restoring.restore(self, plan, identity, layout)
+
+    @contextmanager
+    def stream(self, plan: RestorePlan, identity: Identity, layout: StateLayout) -> Iterator[RestoredState]:
+        """`restore` for a caller that copies the state elsewhere: read piece by piece while it is copied.
+
+        Takes `staging_bytes` of memory beyond what a read object needs, whatever the size of the state. See Stream for
+        the order in which it may be asked. Each piece is checked before it is handed out, but not before those in front
+        of it are: what was copied must not be used before the block has ended without an error.
+        Raises what `restore` does, wherever in the block a piece is asked for.
+        """
+        if plan.turn is None:
+            yield restoring.State(0, {}, {})
+            return
+        with restoring.reading(self, plan, identity, layout) as pieces:
+            stream = Stream(self, layout, plan.boundary, pieces)
+            try:
+                yield stream
+            finally:
+                stream.close()
 
     def find_prefix(self, identity: Identity, layout: StateLayout, ids: Sequence[int] | Array) -> RestorePlan | None:
         """The longest stored joint boundary whose tokens are exactly the first of `ids`, whoever stored it.

@@ -6,9 +6,9 @@ State crosses as named numpy arrays. bfloat16 has no numpy type: its arrays are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -84,6 +84,15 @@ class RestoredState(Protocol):
     def checkpoint(self) -> Mapping[str, Array]: ...
 
     def page_rows(self, name: str, start: int, stop: int) -> Array: ...
+
+
+@runtime_checkable
+class StreamedState(RestoredState, Protocol):
+    """State that is read while it is copied, from front to back: the checkpoint, then rows in order. See Stream."""
+
+    def checkpoint_parts(self) -> Iterator[tuple[str, int, Array]]:
+        """Every checkpoint field in parts: name, index of its first layer, `[layers, *shape]`."""
+        ...
 
 
 @dataclass(frozen=True)

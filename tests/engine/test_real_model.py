@@ -250,13 +250,13 @@ def test_the_engine_tells_what_it_chose(tiny_engine, tiny_model) -> None:
 def test_a_shared_head_is_taken_from_memory_where_this_process_has_it(tiny_model, store, monkeypatch) -> None:
     """Read once from the store, then found in the pool: the same events, the same bits, nothing read."""
     read: list[int] = []
-    restore = type(store).restore
+    stream = type(store).stream
 
     def counted(self, plan, *args):
         read.append(plan.boundary)
-        return restore(self, plan, *args)
+        return stream(self, plan, *args)
 
-    monkeypatch.setattr(type(store), "restore", counted)
+    monkeypatch.setattr(type(store), "stream", counted)
     short, head = Sampling(seed=3, max_tokens=4), {"system": "Be brief. " * 110}
     told: dict[str, tuple] = {}
     engines = [Engine.load(tiny_model, device="cpu") for _ in range(2)]

@@ -181,9 +181,10 @@ class SimFS:
             data = folder.entries[name].data
             return bytes(data[start:] if size is None else data[start : start + size])
 
-    def read_into(self, path: str, out: memoryview) -> int:
+    def read_into(self, path: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
         data = self.read(path, 0, len(out))
         out[: len(data)] = data
+        seen(out[: len(data)])
         return len(data)
 
     def names(self, path: str) -> list[str]:

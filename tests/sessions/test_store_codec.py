@@ -126,21 +126,6 @@ def test_large_state_is_stored_plain_and_a_changed_byte_is_refused(tmp_path):
         store.restore(plan, identity, LARGE)
 
 
-def test_a_restore_fills_the_memory_it_is_given(tmp_path):
-    store = Store.open(tmp_path / "s", config=CONFIG)
-    tokens, turns = grow(store, "a", [700], layout=LARGE)
-    identity, made = identity_for(LARGE), []
-
-    def allocate(shape, dtype):
-        made.append(np.full(shape, 1, dtype=dtype))
-        return made[-1]
-
-    state = store.restore(store.plan(turns[-1].id, identity, LARGE), identity, LARGE, allocate=allocate)
-    check(state, tokens, LARGE)
-    assert len(made) == 2 + 2  # two checkpoint fields, two blocks of pages
-    assert any(array is state.checkpoint()["recurrent"] for array in made)
-
-
 def test_a_session_stored_by_release_1_1_still_comes_back(tmp_path, repo_root):
     store = Store.open(tmp_path / "s", config=CONFIG)
     golden = repo_root / "tests/sessions/golden/session-1.1.k3s"

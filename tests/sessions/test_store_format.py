@@ -15,6 +15,8 @@ from k3_sessions.blobs import TEMP_PREFIX
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft
 
 GOLDEN_HEAD = "d84fca109f5b1a4e324aebc2a819db90aeb34e9c19be31003b785335b80f14d3"
+GOLDEN_1_2 = "e15204f46340275e822fa257eb2df19115343130e090b36d11d45dba94351947"
+GOLDEN_CHECK = "5f0c86b63a328fd7557f30903b3bd66c"
 GOLDEN_FORMAT = (
     b'{"hash":"sha256","k3":"store","sha256":"01a6a39d2545dcd4bf7b179a3d11827fbef015d6f16c945a503e20bb599aa70c",'
     b'"version":"1.0"}\n'
@@ -45,6 +47,20 @@ def test_a_session_stored_by_release_1_0_still_comes_back(tmp_path, repo_root):
 def test_the_marker_file_of_release_1_0(tmp_path):
     Store.open(tmp_path / "s", config=CONFIG)
     assert (tmp_path / "s/FORMAT").read_bytes() == GOLDEN_FORMAT
+
+
+def test_a_session_stored_by_release_1_2_still_comes_back(tmp_path, repo_root):
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    golden = repo_root / "tests/sessions/golden/session-1.2.k3s"
+    store.import_(golden)
+    head = store.session("golden").head
+    assert head == GOLDEN_1_2
+    (turn,) = store.catalog.path(head)
+    assert [blob.check for blob in turn.checkpoint] == [GOLDEN_CHECK]
+    assert all(len(page.blob.check) == 32 for page in turn.pages)
+    check(store.restore(store.plan(head, IDENTITY, LAYOUT), IDENTITY, LAYOUT), store.tokens(head).tolist())
+    store.export("golden", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == golden.read_bytes()
 
 
 @pytest.fixture(scope="module")
