@@ -40,6 +40,7 @@ def command(
             value=check.value,
             reason=check.reason,
             ok=check.code == Exit.OK,
+            **({} if check.data is None else {"data": check.data}),
         )
         code = code or check.code
     printer.done(exit_code=int(code))

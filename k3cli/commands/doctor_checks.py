@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from k3cli import __version__
 from k3cli.commands.failures import as_k3_error
@@ -30,13 +30,17 @@ LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tiktoken", "huggingface
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `reason`: why, or where the value comes from; `code` is 0 when all is well."""
+    """One line of the report. `reason`: why, or where the value comes from; `code` is 0 when all is well.
+
+    data: the same in numbers, for scripts.
+    """
 
     section: str
     name: str
     value: str
     reason: str = ""
     code: Exit = Exit.OK
+    data: dict[str, Any] | None = None
 
 
 def versions() -> Iterator[Check]:
@@ -98,10 +102,14 @@ def settings_rows(settings: Settings) -> Iterator[Check]:
 
 def model(settings: Settings) -> Iterator[Check]:
     """The model's files, the chosen device and type, and whether weights and state fit; nothing is loaded."""
+    import torch
+
     from k3cli.chat.tokenizer import Tokenizer
+    from k3cli.commands.doctor_ranks import links, ranks
     from k3cli.commands.runtime import recommended_sampling
     from k3cli.model.checkpoint import open_checkpoint
     from k3cli.model.config import ModelConfig
+    from k3cli.model.fit import Device
     from k3cli.model.hub import resolve_model
     from k3cli.model.network import DEFAULT_WINDOW
     from k3cli.model.parallel import check_world, held
@@ -126,20 +134,25 @@ def model(settings: Settings) -> Iterator[Check]:
         yield Check("chosen", "device", str(device), reason)
         dtype, reason = choose_dtype(settings.dtype, device, config)
         yield Check("chosen", "dtype", str(dtype).removeprefix("torch."), reason)
-        ranks = rank_devices(settings.gpus, settings.device) or [str(device)]
-        world = len(ranks)
+        names = rank_devices(settings.gpus, settings.device) or [str(device)]
+        world = len(names)
         check_world(config, world)
-        sizes = [weights_memory(config, dtype, rank, world) for rank in range(world)]
         if settings.gpus is not None:
-            reason = f"{settings.sources['gpus']}; weights of each: {', '.join(map(human_bytes, sizes))}"
-            yield Check("chosen", "ranks", ", ".join(ranks), reason)
+            yield Check("chosen", "ranks", ", ".join(names), settings.sources["gpus"])
         yield from drafting(settings, DEFAULT_WINDOW, folder, world)
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         mine, where = held(config, world), str(device) if world == 1 else "each rank"
         yield from kernels(mine, device, dtype, DEFAULT_WINDOW)
         chunk = prefill_chunk(weights_memory(config, dtype), device.type)
-        yield from fit(mine, dtype, max(sizes), state_layout(mine, dtype), rank_memory(device, world), where, chunk)
+        devices = [Device(name, rank_memory(torch.device(name), world)) for name in names]
+        if world > 1:
+            yield from ranks(config, dtype, devices)
+            yield from links(names)
+        sizes = [weights_memory(config, dtype, rank, world) for rank in range(world)]
+        tightest = min(range(world), key=lambda rank: (devices[rank].free or 0) - sizes[rank])
+        free = devices[tightest].free
+        yield from fit(mine, dtype, sizes[tightest], state_layout(mine, dtype), free, where, chunk)
     except K3Error as problem:
         yield Check("model", "problem", str(problem), why, problem.exit_code)
 

@@ -124,6 +124,43 @@ def part(config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, worl
     return Part(axis, min(rank * each, size), min((rank + 1) * each, size))
 
 
+@dataclass(frozen=True)
+class Holding:
+    """What one rank computes: heads of either kind, ids, experts and columns; empty where a model has none.
+
+    What is not named here (latents, router, norms, mixing) is on every rank.
+    """
+
+    kda_heads: range
+    mla_heads: range
+    ids: range
+    dense_columns: range
+    shared_columns: range
+    experts: range
+    expert_columns: range
+
+
+def holding(config: ModelConfig, rank: int, world: int) -> Holding:
+    """What `rank` of `world` holds by the plan."""
+
+    def of(name: str, size: int, axis: int = 0) -> range:
+        found = part(config, name, (size, size), rank, world)
+        assert found.axis in (None, axis)
+        return range(size) if found.axis is None else range(found.start, found.stop)
+
+    moe, none = config.moe, range(0)
+    experts = none if moe is None else owned_experts(config, rank, world)
+    return Holding(
+        kda_heads=of("self_attn.A_log", config.kda.heads) if config.kda_layers else none,
+        mla_heads=of("self_attn.kv_b_proj.weight", config.mla.heads) if config.mla_layers else none,
+        ids=of("lm_head.weight", config.vocab),
+        dense_columns=none if all(config.moe_layers) else of("mlp.down_proj.weight", config.intermediate, 1),
+        shared_columns=of("shared_experts.down_proj.weight", moe.shared, 1) if moe and moe.shared else none,
+        experts=experts,
+        expert_columns=of(f".experts.{experts.start}.w2.weight", moe.intermediate, 1) if moe else none,
+    )
+
+
 def allocated(config: ModelConfig, name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[int, ...]:
     """Shape of the memory that `rank` has for a tensor: its part, rows of zeros behind the last id included.
 

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from k3cli.commands import runtime
+from k3cli.config import NANO
 from k3cli.main import main
 
 HERE = Path(__file__).resolve().parent
@@ -98,6 +100,22 @@ def k3(
     yield run
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def splittable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """k3-nano's tokenizer over a random model of four heads, which two and four ranks can share."""
+    from k3cli.model.random_weights import write_random_checkpoint
+
+    raw = json.loads((NANO / "config.json").read_text())
+    text = raw["text_config"]
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "num_experts": 8}
+    text |= {"moe_intermediate_size": 128}
+    text["linear_attn_config"] |= {"num_heads": 4, "full_attn_layers": [3], "kda_layers": [1, 2]}
+    folder = write_random_checkpoint(tmp_path_factory.mktemp("model") / "four", raw, seed=3)
+    for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(NANO / name, folder / name)
+    return folder
 
 
 @pytest.fixture

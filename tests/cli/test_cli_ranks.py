@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from k3cli.config import NANO
-from k3cli.model.random_weights import write_random_checkpoint
 
 LONG = pytest.mark.skipif(os.environ.get("K3_LONG") != "1", reason="slow: K3_LONG=1")
 PROC = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
@@ -26,19 +24,6 @@ PROC = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /
 def model(request: pytest.FixtureRequest, splittable: Path) -> tuple[str, ...]:
     """Arguments: the model and where it runs."""
     return "-m", str(splittable), "--device", request.param, "--dtype", "float32"
-
-
-@pytest.fixture(scope="module")
-def splittable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """k3-nano's tokenizer over a random model of four heads, which ranks can share (k3-nano itself has five)."""
-    raw = json.loads((NANO / "config.json").read_text())
-    text = raw["text_config"]
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "num_experts": 8}
-    text["linear_attn_config"] |= {"num_heads": 4, "full_attn_layers": [3], "kda_layers": [1, 2]}
-    folder = write_random_checkpoint(tmp_path_factory.mktemp("model") / "four", raw, seed=3)
-    for name in ("tiktoken.model", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(NANO / name, folder / name)
-    return folder
 
 
 def k3(*words: str, **more) -> subprocess.Popen[str]:
