@@ -241,9 +241,8 @@ class K3Model:
         if self._world is None:
             return F.embedding(ids, table)
         local = ids - self.weights.first
-        mine = (local >= 0) & (local < table.shape[0])
-        x = F.embedding(local.clamp(0, table.shape[0] - 1), table)
-        return self._sum(torch.where(mine.unsqueeze(-1), x, torch.zeros_like(x)))
+        row = local.remainder(table.shape[0])
+        return self._sum(F.embedding(row, table).masked_fill_((row != local).unsqueeze(-1), 0))
 
     def _sum(self, part: Tensor) -> Tensor:
         """The sum of every rank's part."""
@@ -380,9 +379,12 @@ class K3Model:
         if shared is None or w.shared_down is None:
             return self._sum(routed), None
         gate, up = shared.chunk(2, dim=-1)
-        parts = (routed, F.linear(self.act(gate, up), w.shared_down))
-        both = self._sum(torch.cat(parts, -1)).split([part.shape[-1] for part in parts], -1)
-        return both[0].contiguous(), both[1]
+        T, inner, D = *routed.shape, w.shared_down.shape[0]
+        both = routed.new_empty(T * (inner + D))
+        both[: T * inner].view(T, inner).copy_(routed)
+        torch.mm(self.act(gate, up), w.shared_down.t(), out=both[T * inner :].view(T, D))
+        both = self._sum(both)
+        return both[: T * inner].view(T, inner), both[T * inner :].view(T, D)
 
 
 def _marked(part: str) -> AbstractContextManager[object]:
