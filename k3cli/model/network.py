@@ -65,6 +65,8 @@ class K3Model:
         what others return is [n, their part of V].
         """
         assert window >= 1, window
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels are launched where the thread's device is
         self.config = config
         self.weights = weights
         self.device = device

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +178,9 @@ class Stepper:
             return
         state.own_slot()
         cursor = torch.tensor([position, rows, state.slot, 0], dtype=torch.int64, device=self.table.device)
-        kda.commit(self._pool.recurrent, self._pool.conv, log, self._stack, cursor)
+        # A thread that saves a state may have another device than the model's.
+        with torch.cuda.device(self.table.device) if self.table.is_cuda else nullcontext():
+            kda.commit(self._pool.recurrent, self._pool.conv, log, self._stack, cursor)
 
     def _set(self, ids: Tensor, start: int, state: State) -> None:
         """Fills the static buffers: one copy to the device when ids, int64 [n], are on the host."""

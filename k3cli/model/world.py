@@ -119,7 +119,7 @@ class World:
         (None: a collective's patience)."""
         if self._event is None:
             return
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(self.device))
         until = time.monotonic() + (self.seconds if seconds is None else seconds)
         look = time.monotonic() + LOOK
         while not self._event.query():
