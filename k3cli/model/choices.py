@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from k3_kernels import attnres, kda, mla, moe, norm, select
+from k3_kernels import attnres, conv, kda, mla, moe, norm, select
 from k3_kernels.activation import reference as activation
 from k3_kernels.kda.step import choice as step_choice
 from k3_kernels.moe import Experts
@@ -24,6 +24,8 @@ def kernel_choices(config: ModelConfig, device: torch.device, dtype: torch.dtype
     if config.kda_layers:
         found["kda.step"] = step_choice(device, kda_.head_dim, kda_.head_dim, kda_.conv_width)
         found["kda.prefill"] = kda.prefill_choice(device, kda_.head_dim, kda_.head_dim, dtype)
+        row = torch.empty(0, 3 * kda_.width, dtype=dtype, device=device)
+        found["conv.short_conv"] = conv.choice(row, row)
     if config.mla_layers:
         found["mla.decode"] = mla.choose_decode(device, dtype, window, mla_.kv_rank, mla_.pe_dim, HASH_BLOCK)
         found["mla.prefill"] = mla.choose_prefill(device, dtype, mla_.nope_dim + mla_.pe_dim, mla_.v_dim)

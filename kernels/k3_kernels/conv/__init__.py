@@ -1,5 +1,6 @@
 """Short causal convolution."""
 
-from k3_kernels.conv.reference import advance_window, short_conv, taps
+from k3_kernels.conv.reference import advance_window, taps
+from k3_kernels.conv.short import choice, short_conv
 
-__all__ = ["advance_window", "short_conv", "taps"]
+__all__ = ["advance_window", "choice", "short_conv", "taps"]

@@ -19,12 +19,7 @@ def taps(x: Tensor, window: Tensor, weight: Tensor) -> Tensor:
 
 
 def short_conv(x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """SiLU of the causal depthwise convolution of T rows that continue a sequence.
-
-    x [T, C] (fp32 or bf16), window [w-1, C] the inputs just before x (zeros at a start), weight [C, w] fp32 whose last
-    column multiplies the current row. fp32 accumulation and SiLU, rounded once. Any T >= 0.
-    Returns (y [T, C] like x, the next window [w-1, C]); writes nothing in place.
-    """
+    """The definition of `k3_kernels.conv.short_conv`."""
     y = F.silu(taps(x, window, weight)).to(x.dtype)
     return y, advance_window(window, x, x.shape[0])
 
@@ -32,4 +27,6 @@ def short_conv(x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 def advance_window(window: Tensor, x: Tensor, n: int) -> Tensor:
     """The window after the first n rows of x: window [..., w-1, C], x [..., >= n, C]. Returns a new tensor."""
     keep = window.shape[-2]
+    if n >= keep:
+        return x[..., n - keep : n, :].clone(memory_format=torch.contiguous_format)
     return torch.cat((window, x[..., :n, :]), dim=-2)[..., n : n + keep, :].contiguous()
