@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+import k3_kernels.kda
+import k3_kernels.mla
 import torch
 
 from k3cli.model.blocks import Alloc, LayerWeights, Sinks
@@ -144,24 +146,49 @@ def state_size(
     )
 
 
-def workspace(config: ModelConfig, dtype: torch.dtype, rows: int, world: int = 1) -> int:
-    """Bytes one step of `rows` tokens needs beside weights and state: the widest layer's intermediates, and logits."""
+def workspace(config: ModelConfig, dtype: torch.dtype, rows: int, world: int = 1, context: int | None = None) -> int:
+    """Bytes a chunk of `rows` tokens behind up to `context` others (None: the limit) needs beside weights and state, on
+    one rank: residual streams, the widest sublayer with what its kernels take, logits, and what recorded steps keep.
+    """
     width, item = config.hidden, dtype.itemsize
     blocks = 0 if config.attn_res_block is None else -(-len(config.layers) // config.attn_res_block)
-    residual = (blocks + 4) * width * item
-    widest = 0
+    residual = rows * (blocks + 4) * width * item
+    widest = 3 * rows * (config.intermediate // world) * item
+    kept = min(rows, 8) * (config.vocab // world) * (item + 4)
     if config.kda_layers:
-        heads = config.kda.width // world
-        widest = max(widest, 5 * heads * item + 6 * heads * 4)
+        widest = max(widest, _kda(config, dtype, rows, world))
     if config.mla_layers:
         mla, heads = config.mla, config.mla.heads // world
-        row = mla.nope_dim + mla.pe_dim + mla.v_dim
-        # Queries, keys and values of the chunk, and of one page of the past, expanded.
-        widest = max(widest, heads * (row * 2 * item + row * item + mla.v_dim * 4))
+        widest = max(widest, _mla(config, dtype, rows, world, context))
+        kept += k3_kernels.mla.decode_scratch(min(rows, 8), 8, heads, mla.kv_rank, mla.pe_dim, dtype)
     if config.moe is not None:
         moe = config.moe
         inner = moe.latent or width
-        routed = moe.top_k * (inner * (item + 4) + 3 * moe.intermediate * item // world)
-        widest = max(widest, routed + 3 * moe.shared // world * item + moe.experts * 8)
-    widest = max(widest, 3 * config.intermediate // world * item)
-    return rows * (residual + widest) + min(rows, 8) * config.vocab // world * (item + 4)
+        each = inner + (1 if dtype == torch.bfloat16 else 3) * moe.intermediate // world
+        both = 2 * moe.shared // world + 3 * inner + moe.top_k * each
+        widest = max(widest, rows * (both * item + 12 * moe.top_k + 4 * moe.experts))
+    return residual + widest + kept
+
+
+def _kda(config: ModelConfig, dtype: torch.dtype, rows: int, world: int) -> int:
+    """Projections, convolved ones, gate and output of a layer, while the chunk form runs."""
+    kda, item = config.kda, dtype.itemsize
+    heads, width = kda.heads // world, kda.width // world
+    given = (9 * width + 2 * kda.head_dim + heads) * item
+    if dtype != torch.bfloat16:  # the reference's, which has fp32 copies of the convolution's input and sums instead
+        return rows * (given + 3 * 3 * width * 4)
+    return rows * given + k3_kernels.kda.prefill_scratch(rows, heads, kda.head_dim, kda.head_dim, dtype)
+
+
+def _mla(config: ModelConfig, dtype: torch.dtype, rows: int, world: int, context: int | None) -> int:
+    """Projections, queries, latents and output of a layer, while keys and values are expanded block by block."""
+    mla, heads = config.mla, config.mla.heads // world
+    query = heads * (mla.nope_dim + mla.pe_dim)
+    gate = heads * mla.v_dim if mla.output_gate else 0
+    given = (mla.q_rank or 0) + query + 2 * mla.row + gate + heads * mla.v_dim
+    if dtype != torch.bfloat16:  # the reference's, page by page
+        return rows * (given * dtype.itemsize + heads * (3 * (query // heads + mla.v_dim) * dtype.itemsize))
+    start = max(0, (config.context_limit if context is None else context) - rows)
+    return rows * given * dtype.itemsize + k3_kernels.mla.prefill_scratch(
+        rows, start, heads, mla.nope_dim, mla.pe_dim, mla.kv_rank, mla.v_dim, dtype
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import k3_kernels.kda
+import k3_kernels.mla
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from k3cli.config import K3_SHAPE, NANO
 from k3cli.errors import UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.machine import GPUS, parse_gpus, read_rate
-from k3cli.model.sizing import state_size, weigh
+from k3cli.model.sizing import state_size, weigh, workspace
 from k3cli.model.weights import load_model
 
 K3 = ModelConfig.from_dir(K3_SHAPE)
@@ -53,6 +55,25 @@ def test_state_of_k3_is_the_published_arithmetic():
 def test_a_rank_holds_its_heads_and_all_latents():
     whole, rank = state_size(K3, BF16), state_size(K3, BF16, world=8)
     assert (rank.recurrent * 8, rank.conv * 8, rank.row) == (whole.recurrent, whole.conv, whole.row)
+
+
+@pytest.mark.parametrize("kind", ["kda", "mla"])
+def test_a_chunk_takes_what_its_kernels_do(kind: str):
+    """The operation's own bytes, its inputs and outputs at K3's widths, and the residual streams, little more."""
+    layers = dataclasses.replace(K3, layers=(kind,) * 8, moe_layers=(False,) * 8, moe=None, intermediate=1000)
+    T, item = 8192, 2
+    if kind == "kda":
+        scratch = k3_kernels.kda.prefill_scratch(T, 96, 128, 128, BF16)
+        inputs = T * (9 * 96 * 128 + 2 * 128 + 96) * item
+    else:
+        scratch = k3_kernels.mla.prefill_scratch(T, 10**6, 96, 128, 64, 512, 128, BF16)
+        inputs = T * (1536 + 96 * 192 + 2 * 576 + 2 * 96 * 128) * item
+    streams = T * (1 + 4) * 7168 * item
+    found = workspace(layers, BF16, T)
+    assert scratch + inputs + streams < found < 1.05 * (scratch + inputs + streams)
+    if kind == "mla":
+        assert workspace(layers, BF16, T, context=T) < found - 10**9
+    assert workspace(layers, BF16, T, world=8) < found - 0.8 * (scratch + inputs)
 
 
 def test_loaded_bytes_are_those_allocated():

@@ -10,6 +10,13 @@ from k3_kernels import select
 from k3_kernels.kda import reference
 
 TYPES = (torch.bfloat16, torch.float32)
+CHUNK = 32
+WORKSPACE = 768 << 20
+"""Bytes of scratch memory of a call; longer calls are made of several."""
+ROWS = 64
+"""Of the state, in one program of the Triton walk; the least the matrix units of Hopper take."""
+RESIDENT = 256
+"""Programs of the walk that should run at once: segments are cut until there are about that many."""
 
 
 def prefill(
@@ -46,3 +53,16 @@ def choice(device: torch.device, K: int, V: int, dtype: torch.dtype) -> select.C
     if refusal is None and dtype not in TYPES:
         refusal = f"{dtype}: the kernel takes bfloat16 and float32"
     return select.choose(device, refusal)
+
+
+def chunk_bytes(H: int, K: int, dtype: torch.dtype) -> int:
+    """Scratch memory of one chunk of all heads: three tiles and two squares, decay, beta, the diagonal."""
+    return H * (dtype.itemsize * CHUNK * (3 * K + 2 * CHUNK) + 4 * K + 8 * CHUNK)
+
+
+def prefill_scratch(T: int, H: int, K: int, V: int, dtype: torch.dtype) -> int:
+    """Bytes that the kernels take beside arguments and results of a call of T tokens: chunks, segments, a state."""
+    chunk, n, state = chunk_bytes(H, K, dtype), -(-T // CHUNK), 4 * H * V * K
+    segments = max(1, min(RESIDENT // (H * max(1, V // ROWS)), n // 16))
+    joined = segments * state + (segments - 1) * 4 * H * (V + K) * K if segments > 1 else 0
+    return min(n, max(WORKSPACE // chunk, 1)) * chunk + joined + state

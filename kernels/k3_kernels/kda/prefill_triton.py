@@ -19,18 +19,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from k3_kernels.kda.prefill import CHUNK, RESIDENT, ROWS, WORKSPACE, chunk_bytes
 from k3_kernels.kda.prefill_inside_triton import inside, inside_exact, invert
 
-CHUNK = 32
-WORKSPACE = 768 << 20
-"""Bytes of scratch memory of a call; longer calls are made of several."""
 REGISTERS = 128
 """Of a thread of `inside`: four programs fit a processor."""
-ROWS = 64
-"""Of the state, in one program of the Triton walk; the least the matrix units of Hopper take."""
 STAGES = 3
-RESIDENT = 256
-"""Programs of the walk that should run at once: segments are cut until there are about that many."""
 HOPPER_RESIDENT = 72
 """The same for the Gluon walk: one a processor, twice as many in the first pass."""
 Launch = Callable[[tuple[int, int, int], Tensor, Tensor, int, int, int, bool], None]
@@ -141,13 +135,12 @@ def prefill(
     if T == 0:
         return o, state.clone()
     new = state.contiguous()
-    # Bytes of one chunk of all heads.
-    unit = H * (kind.itemsize * CHUNK * (3 * K + 2 * CHUNK) + 4 * K + 8 * CHUNK)
-    most = max(WORKSPACE // unit, 1) * CHUNK
+    most = max(WORKSPACE // chunk_bytes(H, K, kind), 1) * CHUNK
     for first in range(0, T, most):
         stop = min(T, first + most)
         parts = _inside(q, k, f, b, A_log, dt_bias, lower_bound, first, stop, tuning)
         new = _carry(parts, v, o, new, first, tuning)
+        del parts  # not two at a time
     return o, new
 
 

@@ -6,8 +6,18 @@ from torch import Tensor
 from k3_kernels import select
 from k3_kernels.mla import reference
 from k3_kernels.mla.reference import store
+from k3_kernels.mla.scratch import decode_scratch, prefill_scratch
 
-__all__ = ["append", "choose_decode", "choose_prefill", "decode", "prefill", "store"]
+__all__ = [
+    "append",
+    "choose_decode",
+    "choose_prefill",
+    "decode",
+    "decode_scratch",
+    "prefill",
+    "prefill_scratch",
+    "store",
+]
 
 
 def append(rows: Tensor, pages: Tensor, table: Tensor, cursor: Tensor, n: int) -> None:

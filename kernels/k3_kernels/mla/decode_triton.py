@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from k3_kernels.mla.scratch import SPLITS
+
 UNIT = 64
 """Keys; spans are multiples of it, the page size must be."""
-SPLITS = 64
-"""Splits of a row at most: with two tiles of 64 pairs for 96 heads they fill 128 of an H200's 132 processors."""
 FAR = 1 << 18
 """From this position on there are twice as many, so that any number of tiles fills the processors evenly."""
 LEAST = 4
@@ -252,7 +252,7 @@ def decode(
     n: int,
     tile: Tiling | None = None,
 ) -> Tensor:
-    """As the reference, nothing read on the host. Workspace: 2 n H SPLITS R halves, 100 MB for 8 rows of 96 heads."""
+    """As the reference, nothing read on the host. Workspace: `scratch.decode_scratch`, 103 MB for 8 rows, 96 heads."""
     W, H = q.shape[:2]
     N, R = w_uk.shape[1:]
     V, P = w_uv.shape[1], q.shape[2] - N

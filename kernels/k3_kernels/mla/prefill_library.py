@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from k3_kernels.mla.merge_triton import merge, pack
-
-BLOCK = 16384
-"""Keys expanded at once, at multiples of it: for 96 heads 1.4 GB of keys and values."""
+from k3_kernels.mla.scratch import BLOCK
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -36,7 +34,7 @@ def expand(pages: Tensor, table: Tensor, w_kv_b: Tensor, first: int, stop: int) 
 def prefill(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int, scale: float) -> Tensor:
     """As the reference: blocks of BLOCK keys from position 0, the chunk's own keys last and causal.
 
-    The bits depend on start and T. Workspace: one block of keys and values, one fp32 [T, H, V].
+    The bits depend on start and T. Workspace: `scratch.prefill_scratch`.
     """
     T, H, width = q.shape
     P = pages.shape[2] - w_kv_b.shape[2]
@@ -49,6 +47,7 @@ def prefill(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int,
     for first, stop, causal in blocks:
         expanded, shared = expand(pages, table, w_kv_b, first, stop)
         part, part_lse = attention(q, pack(expanded, shared, N), expanded[..., N:], causal, scale)
+        del expanded, shared  # not two blocks at a time
         if total is None or lse is None:
             total, lse = part, part_lse.contiguous()
             continue
@@ -59,5 +58,6 @@ def prefill(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int,
             out = torch.empty(T, H, V, device=q.device, dtype=torch.float32)
         merge(total, lse, part, part_lse, out)
         total = out
+        del part, part_lse, out
     assert total is not None
     return total
