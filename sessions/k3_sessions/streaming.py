@@ -37,6 +37,7 @@ class Stream:
         self._ahead = store.workers + 1
         self._limit = store.config.staging_bytes
         self._largest = max((_bytes(piece) for piece in pieces), default=0)
+        self._whole: dict[str, Array] | None = None
         self._free: list[memoryview] = []
         self._running: dict[int, tuple[Future[None], dict[str, Array], memoryview]] = {}
         self._next = 0  # first piece that nobody began to read
@@ -52,12 +53,13 @@ class Stream:
                 yield name, piece.group.spans[name][0], array
 
     def checkpoint(self) -> Mapping[str, Array]:
-        """Every checkpoint field whole, in memory of its own."""
-        fields = fields_of(self._layout, "checkpoint")
-        whole = {f.name: np.empty((len(f.layers), *f.shape), DTYPES[f.dtype]) for f in fields}
-        for name, first, array in self.checkpoint_parts():
-            whole[name][first : first + len(array)] = array
-        return whole
+        """Every checkpoint field whole, in memory of its own; read once, however often it is asked for."""
+        if self._whole is None:
+            fields = fields_of(self._layout, "checkpoint")
+            self._whole = {f.name: np.empty((len(f.layers), *f.shape), DTYPES[f.dtype]) for f in fields}
+            for name, first, array in self.checkpoint_parts():
+                self._whole[name][first : first + len(array)] = array
+        return self._whole
 
     def page_rows(self, name: str, start: int, stop: int) -> Array:
         """Rows [start, stop) of a page field, `[layers, stop - start, *shape]`; `start` never goes back a block."""

@@ -59,9 +59,10 @@ class ScriptedState:
         return np.array(self.ids[start:stop], dtype=np.float32).reshape(1, -1, 1)
 
     def load(self, restored: Any) -> None:
+        state = restored.checkpoint()["recurrent"][0].tolist()
         rows = restored.page_rows("kv_latent", 0, restored.position)
         self.ids = [int(value) for value in rows.reshape(-1)]
-        assert restored.checkpoint()["recurrent"][0].tolist() == [len(self.ids), sum(self.ids)]
+        assert state == [len(self.ids), sum(self.ids)]
 
 
 class ScriptedModel:

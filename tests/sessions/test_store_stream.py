@@ -64,6 +64,7 @@ def test_a_stream_gives_the_bits_of_a_restore(stored, step):
         check(Copied(state, step), tokens)
     with store.stream(plan_of(store, turns[-1]), IDENTITY, LAYOUT) as state:
         whole = dict(state.checkpoint())
+        assert state.checkpoint()["conv"] is whole["conv"]
     assert (
         whole["recurrent"].tobytes()
         == store.restore(plan_of(store, turns[-1]), IDENTITY, LAYOUT).checkpoint()["recurrent"].tobytes()
