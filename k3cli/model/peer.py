@@ -62,14 +62,16 @@ def run_launched(rank: int, size: int) -> int:
     import torch
 
     from k3cli.model.peers import local_device
-    from k3cli.model.world import is_lost, join
+    from k3cli.model.world import described, is_lost, join
 
     # One kind of device for all: a machine with GPUs that is to use its CPU hides them (CUDA_VISIBLE_DEVICES).
     world = join(rank, size, local_device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         code = _work(world)
-    except RuntimeError as error:
+    except Exception as error:
         if not is_lost(error):
+            if world.pulse is not None:
+                world.pulse.fail(described(error))
             raise
         code = LOST
     sys.stdout.flush()

@@ -27,6 +27,7 @@ from k3cli.errors import FitError, K3Error
 from k3cli.model.peer import LOST, SITTING
 from k3cli.model.world import COLLECTIVE, JOINING, World, join, leave
 
+STAY = "every rank to stay"
 AGAIN = "start the command again: the session on disk is its last saved turn"
 
 
@@ -80,32 +81,26 @@ class Peers:
 
     def explain(self, error: BaseException) -> K3Error:
         """Why the world broke: a rank and its cause. Ends the others."""
-        own = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
-        interrupted = not isinstance(error, Exception)
-        if not own and not interrupted:
+        found = _own_fault(error)
+        if found is None:
             self._wait(2)  # who was ended has ended, who missed somebody in a sum, too
             self._hang_up()
             self._wait(1)  # who waited for a call ends now, and who sits in one says so; a stopped process does neither
-        codes = {rank: process.poll() for rank, process in enumerate(self._running, 1)}
-        found = self._blame(codes, error, own, interrupted)
+            codes = {rank: process.poll() for rank, process in enumerate(self._running, 1)}
+            found = self._blame(codes, error)
         self.close()
         return found
 
-    def _blame(self, codes: dict[int, int | None], error: BaseException, own: bool, interrupted: bool) -> K3Error:
-        if own:
-            return FitError("rank 0: memory ran out", "room for a step on every rank", AGAIN)
-        if interrupted:
-            return K3Error("the ranks were interrupted inside a step", "a step to end", AGAIN)
+    def _blame(self, codes: dict[int, int | None], error: BaseException) -> K3Error:
         ended = {rank: code for rank, code in codes.items() if code not in (None, LOST, SITTING)}
         for rank, code in ended.items():
             assert code is not None
             line = self._line(rank, 0.5)
             with contextlib.suppress(ValueError, KeyError):
                 said = json.loads(line)
-                kind = FitError if said["kind"] == "FitError" else K3Error
-                return kind(f"rank {rank}: {said['found']}", said["expected"], said["do"] or AGAIN)
+                return _told(rank, said["kind"], said["found"], said["expected"], said["do"])
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return K3Error(f"rank {rank} {how}", "every rank to stay", AGAIN)
+            return K3Error(f"rank {rank} {how}", STAY, AGAIN)
         stopped, sitting = ([rank for rank, code in codes.items() if code == found] for found in (None, SITTING))
         if stopped or sitting:
             who = ", ".join(map(str, stopped or sitting))
@@ -154,6 +149,20 @@ class Peers:
         atexit.unregister(self.close)
 
 
+def _own_fault(error: BaseException) -> K3Error | None:
+    """What to say when the others are not to blame."""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return FitError("rank 0: memory ran out", "room for a step on every rank", AGAIN)
+    if not isinstance(error, Exception):
+        return K3Error("the ranks were interrupted inside a step", "a step to end", AGAIN)
+    return None
+
+
+def _told(rank: int, kind: str | None, found: str | None, expected: str | None, do: str | None) -> K3Error:
+    """What a rank has said of its end (`world.described`)."""
+    return (FitError if kind == "FitError" else K3Error)(f"rank {rank}: {found}", expected, do or AGAIN)
+
+
 def launched() -> tuple[int, int] | None:
     """(rank, size) where another program started the ranks, as torchrun does; None where nobody did.
 
@@ -185,8 +194,20 @@ class Launched:
         atexit.register(self.close)
 
     def explain(self, error: BaseException) -> K3Error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return K3Error(f"a rank was lost ({first})", "every rank to stay", AGAIN)
+        """Why the world broke: a rank and its cause, as far as they left word."""
+        found = self._blame(error)
+        self.close()
+        return found
+
+    def _blame(self, error: BaseException) -> K3Error:
+        if (own := _own_fault(error)) is not None:
+            return own
+        blamed = None if self.world.pulse is None else self.world.pulse.blame()
+        if blamed is None:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            return K3Error(f"a rank was lost ({first})", STAY, AGAIN)
+        rank, said = blamed
+        return _told(rank, *said) if said is not None else K3Error(f"rank {rank} is gone or stopped", STAY, AGAIN)
 
     def close(self) -> None:
         """Closes the connections, after which the peers end by themselves."""

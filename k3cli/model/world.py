@@ -21,9 +21,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from k3cli import errors
 from k3cli.errors import K3Error
+from k3cli.model.pulse import Pulse
 
 Result = TypeVar("Result")
 JOINING = 120.0
@@ -59,7 +61,7 @@ class World:
     """One rank's end. `rank`, `size`; between hosts `calls` carries calls and `control` objects; `group` sums.
 
     lost: whether a rank is known to have ended, from whoever watches them. apart: sums leave parts as they are, for who
-    measures what sums cost; what is computed is then wrong.
+    measures what sums cost; what is computed is then wrong. pulse: of ranks that another program started.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, seconds: float = COLLECTIVE) -> None:
@@ -67,6 +69,7 @@ class World:
         self.rank, self.size, self.device, self.seconds = rank, size, device, seconds
         self.lost: Callable[[], bool] = lambda: False
         self.apart = False
+        self.pulse: Pulse | None = None
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
         # A call waits until it is taken: the one who calls for as long as for a sum, the others for the next call.
         self.calls = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds) if rank == 0 else IDLE)
@@ -226,9 +229,14 @@ def join(rank: int, size: int, device: torch.device, store: Any = None, seconds:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(device)
     try:
-        where: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=JOINING), **where)
+        patience = timedelta(seconds=JOINING)
+        met = next(iter(rendezvous("env://", rank, size, timeout=patience)))[0] if store is None else store
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience, store=met)
         _current = World(rank, size, device, seconds)
+        if store is None:
+            _current.pulse = Pulse(met, rank, size)
+            if rank == 0:
+                _current.lost = _current.pulse.lost
         return _current
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         why = (str(error).splitlines() or [""])[0]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 from k3cli.config import NANO
 
 LONG = pytest.mark.skipif(os.environ.get("K3_LONG") != "1", reason="slow: K3_LONG=1")
+ENDLESS = ("-s", "k", "-p", "hello", "--max-tokens", "3000", "-t", "1", "--spec", "off", "--json")
 PROC = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
 
 
@@ -26,8 +28,12 @@ def model(request: pytest.FixtureRequest, splittable: Path) -> tuple[str, ...]:
     return "-m", str(splittable), "--device", request.param, "--dtype", "float32"
 
 
-def k3(*words: str, **more) -> subprocess.Popen[str]:
+def k3(*words: str, rank: tuple[str, str] | None = None, **more) -> subprocess.Popen[str]:
+    """rank: (number, port) of one of two that this program starts, as torchrun does."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    if rank is not None:
+        environment |= {"RANK": rank[0], "LOCAL_RANK": rank[0], "WORLD_SIZE": "2", "MASTER_PORT": rank[1]}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "k3cli", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **more)
 
@@ -78,35 +84,38 @@ def test_a_session_goes_from_two_ranks_to_one(model: tuple[str, ...]):
         assert answer(drafted) == answer(plain)
 
 
-def answering(model: tuple[str, ...]) -> tuple[subprocess.Popen[str], list[int]]:
-    """A command in the middle of an answer, and its peers."""
-    more = ("--gpus", "2", "--max-tokens", "3000", "-t", "1", "--spec", "off", "--json")
-    process = k3("chat", *model, "-s", "k", "-p", "hello", *more)
+def answering(process: subprocess.Popen[str]) -> None:
+    """Waits until a command is in the middle of its answer."""
     assert process.stdout is not None
     while json.loads(process.stdout.readline())["type"] not in ("text", "thinking"):
         pass
-    peers = descendants(process.pid)
-    assert len(peers) == 1
-    return process, peers
+
+
+def with_peer(model: tuple[str, ...]) -> tuple[subprocess.Popen[str], int]:
+    """A command with two ranks in the middle of an answer, and its peer."""
+    process = k3("chat", *model, "--gpus", "2", *ENDLESS)
+    answering(process)
+    (peer,) = descendants(process.pid)
+    return process, peer
 
 
 @PROC
 @pytest.mark.parametrize("how", ["kill", pytest.param("terminate", marks=LONG)])
 def test_nothing_stays_when_rank_0_ends(model: tuple[str, ...], how: str):
-    process, peers = answering(model)
+    process, peer = with_peer(model)
     getattr(process, how)()
     process.communicate(timeout=30)
     until = time.monotonic() + 5
-    while any(map(running, peers)) and time.monotonic() < until:
+    while running(peer) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(map(running, peers))
+    assert not running(peer)
 
 
 @PROC
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=LONG)])
 def test_a_lost_peer_is_one_line_and_nothing_stays(model: tuple[str, ...], how: int):
-    process, peers = answering(model)
-    os.kill(peers[0], how)
+    process, peer = with_peer(model)
+    os.kill(peer, how)
     began = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
@@ -117,7 +126,28 @@ def test_a_lost_peer_is_one_line_and_nothing_stays(model: tuple[str, ...], how: 
     assert len(lines) == 1
     assert lines[0].startswith(f"k3: error: rank 1 {found}")
     assert lines[0].endswith("start the command again: the session on disk is its last saved turn")
-    assert not any(map(running, peers))
+    assert not running(peer)
+
+
+@PROC
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=LONG)])
+def test_a_lost_rank_that_another_program_started_is_named(model: tuple[str, ...], how: int):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    first, second = (k3("chat", *model, *ENDLESS, rank=(rank, port)) for rank in "01")
+    try:
+        answering(first)
+        os.kill(second.pid, how)
+        began = time.monotonic()
+        _, err = first.communicate(timeout=60)
+        assert time.monotonic() - began < 30
+    finally:
+        second.kill()
+        second.communicate()
+    assert first.returncode == 1, err
+    (line,) = [line for line in err.splitlines() if "error" in line]
+    assert line.startswith("k3: error: rank 1 is gone or stopped; expected every rank to stay; start the command again")
 
 
 def test_refusals_name_what_works(splittable: Path):
