@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from k3_kernels import ranks
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
@@ -89,13 +90,13 @@ class World:
         if self.size == 2 or part.nbytes < SPLIT:
             parts = part.new_empty(self.size, *part.shape)
             _gather_all(parts.view(-1), part.view(-1), group=self.group)
-            return _in_order(parts)
+            return ranks.add(parts)
         each = -(-part.numel() // self.size)
         mine = part.new_zeros(self.size, each)
         mine.view(-1)[: part.numel()] = part.view(-1)
         parts = torch.empty_like(mine)
         dist.all_to_all_single(parts, mine, group=self.group)
-        _gather_all(mine.view(-1), _in_order(parts), group=self.group)
+        _gather_all(mine.view(-1), ranks.add(parts), group=self.group)
         return mine.view(-1)[: part.numel()].view(part.shape)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
@@ -180,7 +181,7 @@ def leave(seconds: float = 5.0) -> None:
 def _close(world: World | None) -> None:
     if world is not None and world.device.type == "cuda":
         # Ends kernels that wait for others, and does not wait for anybody itself.
-        world.group._get_backend(world.device).abort()
+        world.group.abort()
     dist.destroy_process_group()
 
 
@@ -204,16 +205,6 @@ def described(error: BaseException) -> tuple[str, str, str | None, str | None]:
 def _raised(rank: int, kind: str, found: str, expected: str | None, do: str | None) -> K3Error:
     made: K3Error = getattr(errors, kind, K3Error)(found if rank == 0 else f"rank {rank}: {found}", expected, do)
     return made
-
-
-def _in_order(parts: Tensor) -> Tensor:
-    """The sum over dim 0, first to last, in fp32, rounded once."""
-    if parts.shape[0] == 2:
-        return parts[0] + parts[1]  # one addition is computed in fp32 and rounded once in either type
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts.dtype)
 
 
 def join(rank: int, size: int, device: torch.device, store: Any = None, seconds: float = COLLECTIVE) -> World:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3_kernels import attnres, conv, kda, mla, moe, norm
+from k3_kernels import attnres, conv, kda, mla, moe, norm, ranks
 from k3_kernels.activation import Situ, Swiglu
 from k3_kernels.kda.reference import recurrent
 
@@ -251,6 +251,14 @@ def gated_definition(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Ten
     return x64 / (x64.square().mean(-1, keepdim=True) + eps).sqrt() * _double(weight) / (1 + (-_double(gate)).exp())
 
 
+def parts_inputs(T: int, dtype: torch.dtype, random: torch.Generator) -> Inputs:
+    return (torch.randn((3, T, 23), generator=random).to(dtype),)
+
+
+def parts_definition(parts: Tensor) -> Tensor:
+    return _double(parts).sum(0)
+
+
 SUMS = "fp32 sums of a few hundred terms; bf16 rounds the result to 8 bits once or twice"
 BOTH = {torch.float32: 5e-6, torch.bfloat16: 5e-3}
 
@@ -293,4 +301,5 @@ OPS: tuple[Op, ...] = (
     ),
     Op("attnres.mix_norm", attnres.mix_norm, mix_definition, mix_inputs, {**BOTH, torch.bfloat16: 1e-2}, SUMS),
     Op("norm.gated_rms_norm", norm.gated_rms_norm, gated_definition, gated_inputs, BOTH, SUMS),
+    Op("ranks.add", ranks.add, parts_definition, parts_inputs, BOTH, "bf16 rounds the result once"),
 )

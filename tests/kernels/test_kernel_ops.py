@@ -59,8 +59,8 @@ def test_error_sees_what_it_must():
 
 def test_table_covers_every_operator():
     import k3_kernels.kda as kda
-    from k3_kernels import attnres, conv, mla, moe, norm
+    from k3_kernels import attnres, conv, mla, moe, norm, ranks
 
     covered = {op.run for op in OPS}
     assert {kda.prefill, conv.short_conv, mla.prefill, mla.decode, attnres.mix_norm, norm.gated_rms_norm} <= covered
-    assert {moe.experts_grouped, moe.experts_window} <= covered
+    assert {moe.experts_grouped, moe.experts_window, ranks.add} <= covered

