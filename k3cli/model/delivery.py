@@ -33,8 +33,8 @@ class Ring(Protocol):
     def counts(self, done: int) -> list[int]:
         """Every rank's `done`, once all ranks are here."""
 
-    def swap(self, send: Tensor, to: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """send uint8: to[r] bytes for each rank r, one behind the other. Returns taken[r] bytes of each rank r."""
+    def swap(self, send: Tensor, to: Sequence[int], found: Tensor, taken: Sequence[int]) -> None:
+        """send uint8: to[r] bytes for each rank r, one behind the other; found takes taken[r] bytes of each rank r."""
 
 
 class WorldRing:
@@ -49,10 +49,8 @@ class WorldRing:
         dist.all_gather(list(found.unbind(0)), torch.tensor([done]), group=self._world.control)
         return [int(count) for count in found.view(-1)]
 
-    def swap(self, send: Tensor, to: Sequence[int], taken: Sequence[int]) -> Tensor:
-        found = send.new_empty(sum(taken))
+    def swap(self, send: Tensor, to: Sequence[int], found: Tensor, taken: Sequence[int]) -> None:
         dist.all_to_all_single(found, send, list(taken), list(to), group=self._world.group)
-        return found
 
 
 class OthersFailedError(Exception):
@@ -64,7 +62,7 @@ class Delivery:
 
     def __init__(self, sinks: Sinks, slices: Slices, rank: int, device: torch.device, ring: Ring | None) -> None:
         self._sinks, self._slices, self._rank, self._device, self._ring = sinks, slices, rank, device, ring
-        self._block = torch.empty(0, dtype=torch.uint8, device=device)
+        self._buffers: dict[str, Tensor] = {}
 
     def run(self, staging: Staging, report: Callable[[int], None]) -> None:
         """Takes every batch to its place. report: called with the bytes that all ranks have read so far.
@@ -91,6 +89,7 @@ class Delivery:
             raise
         if self._ring is not None:
             others = self._meet(staging.done)
+        self._buffers.clear()
         report(staging.done + others)
 
     def _meet(self, done: int) -> int:
@@ -104,11 +103,17 @@ class Delivery:
     def _on_device(self, block: Tensor) -> Tensor:
         if self._device.type == "cpu":
             return block
-        if self._block.numel() < block.numel():
-            self._block = torch.empty(block.numel(), dtype=torch.uint8, device=self._device)
-        target = self._block[: block.numel()]
+        target = self._buffer("block", block.numel())
         target.copy_(block, non_blocking=True)
         return target
+
+    def _buffer(self, name: str, size: int) -> Tensor:
+        """uint8 [size] on the device; memory under one name is used again and again."""
+        found = self._buffers.get(name)
+        if found is None or found.numel() < size:
+            self._buffers.pop(name, None)
+            found = self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return found[:size]
 
     def _event(self) -> torch.cuda.Event | None:
         if self._device.type == "cpu":
@@ -164,7 +169,7 @@ class Delivery:
                     parts.append((total, part[1]))
                     to[rank] += _up(part[0].size)
                     total += _up(part[0].size)
-        send = torch.empty(total, dtype=torch.uint8, device=self._device)
+        send = self._buffer("send", total)
         for at, rows in parts:
             send[at : at + rows.numel()].view(rows.shape).copy_(rows)
         return send, to
@@ -175,7 +180,9 @@ class Delivery:
             [] if rank == self._rank else [want for read in reads if (want := self._wanted(read, self._rank))]
             for rank, reads in enumerate(shared)
         ]
-        found = self._ring.swap(send, to, [sum(_up(read.size) for read in reads) for reads in wanted])
+        taken = [sum(_up(read.size) for read in reads) for reads in wanted]
+        found = self._buffer("found", sum(taken))
+        self._ring.swap(send, to, found, taken)
         at = 0
         for read in (read for reads in wanted for read in reads):
             self._place(read, self._matrix(found, at, read))

@@ -96,10 +96,3 @@ def rank_memory(device: torch.device, world: int) -> int | None:
     """What one of `world` ranks may count on: a GPU has one rank, a CPU has them all."""
     free = available_memory(device)
     return free if free is None or device.type == "cuda" else free // world
-
-
-def check_fit(config: ModelConfig, device: torch.device, dtype: torch.dtype, rank: int = 0, world: int = 1) -> None:
-    """FitError when a rank's weights alone exceed its share of the free memory of the device."""
-    need, free = weights_memory(config, dtype, rank, world), rank_memory(device, world)
-    if free is not None and need > free:
-        raise FitError(f"the weights take {need / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free", "room", None)

@@ -50,14 +50,14 @@ class ThreadRing:
         self._table.barrier.wait()
         return found
 
-    def swap(self, send: torch.Tensor, to: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+    def swap(self, send: torch.Tensor, to: Sequence[int], found: torch.Tensor, taken: Sequence[int]) -> None:
         for other, piece in enumerate(send.split(list(to))):
             self._table.letters[self.rank, other] = piece
         self._table.barrier.wait()
-        found = [self._table.letters[other, self.rank] for other in range(self.size)]
-        assert [piece.numel() for piece in found] == list(taken)
+        came = [self._table.letters[other, self.rank] for other in range(self.size)]
+        assert [piece.numel() for piece in came] == list(taken)
+        found.copy_(torch.cat(came))
         self._table.barrier.wait()
-        return torch.cat(found)
 
 
 @dataclasses.dataclass
