@@ -131,17 +131,22 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Callable[[Path, int], Engine]]:
-    made: dict[tuple[Path, int], Engine] = {}
+def engines() -> Iterator[Callable[..., Engine]]:
+    """(folder, window, device, dtype) -> engine, made once. k3-nano's hands out from the start what its draft reads."""
+    made: dict[Any, Engine] = {}
     before = torch.get_num_threads()
     torch.set_num_threads(1)
 
-    def load(folder: Path, window: int) -> Engine:
-        if (folder, window) not in made:
-            made[folder, window] = Engine.load(folder, device="cpu", window=window)
-        return made[folder, window]
+    def load(folder: Path, window: int, device: str = "cpu", dtype: str = "float32") -> Engine:
+        key = (folder, window, device, dtype)
+        if key not in made:
+            made[key] = Engine.load(folder, device=device, dtype=dtype, window=window)
+            if folder == NANO:
+                made[key].speculate(choose("dspark"))
+        return made[key]
 
     yield load
+    made.clear()
     torch.set_num_threads(before)
 
 
@@ -165,6 +170,7 @@ def cell(engine: Engine, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> 
     for _ in stream:
         pass
     saved = child.snapshot()
+    child_position = child.position
     again = engine.restored_timeline(saved, child.tokens)  # type: ignore[arg-type]
     again.schedule = child.schedule.copy()
     list(child.generate(sampling, (), AFTER))
@@ -176,6 +182,10 @@ def cell(engine: Engine, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> 
         steps += one.decoding.steps
         tokens += one.decoding.tokens
         assert one.speculator is None or one.speculator.failure == ""
+        drafter = getattr(one.speculator, "drafter", None)
+        if drafter is not None and drafter.name == "dspark" and not isinstance(drafter, Told):
+            # All that was evaluated in this process was seen: a resumed state has only the new tokens.
+            assert drafter.context_rows == one.position - (child_position if one is again else 0)
     return found, steps, tokens
 
 
@@ -242,23 +252,43 @@ def test_every_way_to_end_on_the_tiny_model(tiny_model, engines, drafts, reckles
     engine.speculate(OFF)
 
 
-@pytest.mark.parametrize(("kind", "window"), [("greedy", 3), ("filtered", 5), ("cool", 8), ("warm", 8)])
-def test_windows_of_k3_nano_with_its_own_draft(kind: str, window: int, engines, reckless) -> None:
-    """Its drafts are right often, so windows are accepted as a whole, in part and not at all."""
-    engine = engines(NANO, window)
-    renderer = engine.renderer
+def nano_cell(engine: Engine, kind: str, hostile: Any) -> None:
+    """k3-nano's drafts are right often, so windows are accepted as a whole, in part and not at all."""
+    renderer, sampling = engine.renderer, SAMPLINGS[kind]
     prompt = [
         *renderer.render_messages([{"role": "user", "content": "What is a turn?"}], renderer.new_context(True)),
         *renderer.generation_prompt(True),
     ]
     engine.speculate(OFF)
-    plain = cell(engine, SAMPLINGS[kind], prompt)[0]
-    for spec, rows in (("dspark", None), ("both", 2)):
-        engine.speculate(choose(spec), rows)
-        found, steps, tokens = cell(engine, SAMPLINGS[kind], prompt)
+    plain = cell(engine, sampling, prompt)[0]
+    window = engine.model.window
+    for spec, rows in (("dspark", None), ("both", min(2, window)), ("half", None)):
+        if spec == "half":
+            special = sorted(renderer.stop_ids)
+            make = hostile(plain[2][0], engine.tokenizer.n_vocab, special)["half"]
+            engine.speculate(choose("suffix"), make=make)
+        else:
+            engine.speculate(choose(spec), rows)
+        found, steps, tokens = cell(engine, sampling, prompt)
         assert found == plain, spec
-        assert tokens > steps
+        assert (tokens > steps) == (window > 1), spec
     engine.speculate(OFF)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("greedy", 3), ("filtered", 5), ("cool", 8), ("warm", 8)])
+def test_windows_of_k3_nano_with_its_own_draft(kind: str, window: int, engines, hostile, reckless) -> None:
+    nano_cell(engines(NANO, window), kind, hostile)
+
+
+CUDA_CELLS = [*((kind, 8) for kind in SAMPLINGS), *((kind, n) for n, kind in zip((1, 2, 5), SAMPLINGS, strict=False))]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "window"), CUDA_CELLS)
+def test_windows_of_k3_nano_on_a_gpu(kind: str, window: int, dtype: str, engines, hostile, reckless) -> None:
+    """Recorded steps and kernels, too: the same bits with drafts and without."""
+    nano_cell(engines(NANO, window, "cuda", dtype), kind, hostile)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
