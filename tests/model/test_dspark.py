@@ -240,6 +240,22 @@ def test_fewer_drafts_are_the_first_of_more(draft: tuple[DraftModel, dict[str, T
     assert few == many[:2]
 
 
+def test_drafts_end_where_hardly_any_would_be_accepted(draft: tuple[DraftModel, dict[str, Tensor], dict[str, Any]]):
+    model = draft[0]
+    cache = model.new_cache()
+    model.extend(cache, torch.randn(4, len(model.config.taps) * D), 0)
+
+    def drawn(least: float) -> tuple[list[int], list[float]]:
+        return model.draft(cache, 3, 4, 99, lambda logits, _: int(logits.argmax()), least)
+
+    ids, confidence = drawn(0.0)
+    chances = [math.prod(confidence[: i + 1]) for i in range(len(ids))]
+    for count in range(1, len(ids)):
+        least = (chances[count] + chances[count - 1]) / 2
+        assert drawn(least) == (ids[:count], confidence[:count])
+    assert drawn(1.0) == (ids[:1], confidence[:1]), "the first one is always made"
+
+
 def test_forked_caches_go_their_own_ways(draft: tuple[DraftModel, dict[str, Tensor], dict[str, Any]]):
     model = draft[0]
     width = len(model.config.taps) * D

@@ -1,7 +1,7 @@
 """Drafts from a DSpark model: it reads the target's residual stream at the tokens that were kept.
 
-Its context rows are not stored with a session: after a resume it knows only what has been evaluated since, which costs
-acceptance for a while and never a token.
+Its context rows are not stored with a session: after a resume it knows only what has been evaluated since, the prompt
+at least. A tap holds what the target itself read of everything before, so little is lost by it, and never a token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 QUEUE = 64
 """Rows that may wait until they are needed."""
+LEAST = 0.04
+"""A draft less likely than this to be accepted is not worth a row on any machine, nor the time of drawing it."""
 
 
 class DSparkDrafter:
@@ -57,7 +59,7 @@ class DSparkDrafter:
         def pick(logits: Tensor, at: int) -> int:
             return draw(logits.unsqueeze(0), [at], sampling)[0]
 
-        ids, confidence = self.model.draft(self._cache, context[position], position, k, pick)
+        ids, confidence = self.model.draft(self._cache, context[position], position, k, pick, LEAST)
         return Draft(ids, confidence or None)
 
     def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:

@@ -126,23 +126,30 @@ class DraftModel:
         return rms_norm(x, self.weights.final_norm, cfg.eps)
 
     @torch.no_grad()
-    def draft(self, cache: DraftCache, anchor: int, position: int, k: int, pick: Pick) -> tuple[list[int], list[float]]:
+    def draft(
+        self, cache: DraftCache, anchor: int, position: int, k: int, pick: Pick, least: float = 0.0
+    ) -> tuple[list[int], list[float]]:
         """Up to k tokens after `anchor`, which sits at `position` and has no context row yet.
 
-        Returns (ids, confidence of each; empty without that head). Token i is picked for position + 1 + i.
+        Returns (ids, confidence of each; empty without that head). Token i is picked for position + 1 + i. least: ends
+        before a token that would be accepted with a lower chance than this, those before it included.
         """
         w, hidden = self.weights, self.block(cache, anchor, position)
         count = min(k, self.config.block)
         base = F.linear(hidden[:count].to(self.head.dtype), self.head).float()
         ids: list[int] = []
         confidence: list[float] = []
-        token = anchor
+        token, whole = anchor, 1.0
         for i in range(count):
             memory = w.markov_w1[token]
             if w.confidence is not None and w.confidence_bias is not None:
                 seen = torch.cat((hidden[i], memory)) if self.config.confidence_markov else hidden[i]
                 score = F.linear(seen.float(), w.confidence.float(), w.confidence_bias.float())
-                confidence.append(float(torch.sigmoid(score)))
+                chance = float(torch.sigmoid(score))
+                whole *= chance
+                if i and whole < least:
+                    break
+                confidence.append(chance)
             token = pick(base[i] + F.linear(memory, w.markov_w2).float(), position + 1 + i)
             ids.append(token)
         return ids, confidence
