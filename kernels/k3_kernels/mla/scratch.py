@@ -12,12 +12,15 @@ of an H200's 132 processors."""
 
 
 def prefill_scratch(T: int, start: int, H: int, N: int, P: int, R: int, V: int, dtype: torch.dtype) -> int:
-    """Of T queries behind `start` keys: a block's latents, what they expand to, its result; what is merged so far."""
+    """Of T queries behind `start` keys: a block's latents, what they expand to, what is merged so far in fp32.
+
+    A block's own result takes the room of the call's, which is made last.
+    """
     keys = max(T, min(start, BLOCK))
     block = keys * (H * (N + V) + H * (N + P) + R + P) * dtype.itemsize
     if not start:
         return block + 4 * H * T
-    return block + T * H * V * (dtype.itemsize + 4) + 8 * H * T
+    return block + 4 * T * H * V + 8 * H * T
 
 
 def decode_scratch(n: int, W: int, H: int, R: int, P: int, dtype: torch.dtype) -> int:
