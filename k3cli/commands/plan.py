@@ -281,13 +281,15 @@ def _shortage(config: ModelConfig, kind: torch.dtype, there: Machine, demand: De
 
 def _nearest(config: ModelConfig, kind: torch.dtype, there: Machine, demand: Demand) -> str:
     """The nearest plan that fits: here with less, else on more devices of the kind."""
+    from k3cli.model.machine import GPUS
     from k3cli.model.parallel import worlds
 
     more = [count for count in worlds(config) if count > there.count and there.device != "CPU"]
     for machine in (there, *(replace(there, count=count) for count in more)):
         less = _less(config, kind, machine, demand)
         if less is not None:
-            place = () if machine is there else (f"--gpus {machine.count}x{machine.device}",)
+            name = there.device if there.device in GPUS else f"{there.memory // 10**9}GB"
+            place = () if machine is there else (f"--gpus {machine.count}x{name}",)
             return f"nearest that fits: {' '.join((*place, *less))}"
     need = there.usable - _room(config, kind, there)
     return f"weights and work space need {human_bytes(need)} on each device: use a smaller model or larger devices"

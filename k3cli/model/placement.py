@@ -93,6 +93,9 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def rank_memory(device: torch.device, world: int) -> int | None:
-    """What one of `world` ranks may count on: a GPU has one rank, a CPU has them all."""
+    """What one of `world` ranks may count on: a GPU has one rank, a CPU those of its machine (torchrun says how many)."""
     free = available_memory(device)
-    return free if free is None or device.type == "cuda" else free // world
+    if free is None or device.type == "cuda":
+        return free
+    local = os.environ.get("LOCAL_WORLD_SIZE", "") if world > 1 else ""
+    return free // (int(local) if local.isdecimal() and int(local) else world)

@@ -21,9 +21,9 @@ from k3cli.model.checkpoint import AGAIN, Shard
 from k3cli.model.digest import stamp
 from k3cli.model.reading import BUFFERS, LANES, Batch, Read
 
-REQUEST = 8 << 20
+REQUEST = 4 << 20
 """Bytes of one read request at most."""
-READERS = 8
+READERS = 16
 """Requests on their way at a time."""
 VECTOR = 512
 """Pieces of memory that one request fills at most; systems allow 1,024."""

@@ -55,13 +55,13 @@ def test_the_gpu_with_least_free_memory_decides_and_is_named(k3: Run, monkeypatc
     free = {0: 280 * 10**9, 1: 150 * 10**9}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "B300")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA B300")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 288 * 10**9))
     refused = k3("plan", "k3")
     assert refused.code == 4
     assert "cuda:1 needs " in refused.err
     assert " for weights and work space, 150.0 GB are free" in refused.err
-    assert "nearest that fits: --gpus 16xB300" in refused.err
+    assert "nearest that fits: --gpus 16x151GB" in refused.err
     assert "most is free on cuda:0: 280.0 GB" in refused.out
 
 
