@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -41,6 +42,8 @@ L2_EPS = tl.constexpr(1e-6)
 LANES_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7))
 """Where the compiler starts handing out lanes among dimensions without neighbouring addresses: with the first one up to
 3.6, with the last one from 3.7 on. With the wrong value the kernel is right and slow."""
+HOPPER = True
+"""Whether a Hopper GPU runs the Gluon form where it fits."""
 RESIDENT = 2
 """Programs a processor holds at once when all layers are committed."""
 
@@ -218,10 +221,11 @@ def _over_k(products):
 
 @dataclass(frozen=True)
 class Tile:
-    """How a head's state is spread: KL lanes along K, warps along V."""
+    """How a head's state is spread: KL lanes along K, warps along V. hopper: options of step_hopper_triton instead."""
 
     KL: int
     warps: int
+    hopper: Any = None
 
     def shape(self, K: int, V: int) -> dict[str, int]:
         """RR, KA, RW, RL, KL, KI; the tile fills all lanes of all warps."""
@@ -232,10 +236,20 @@ class Tile:
         return {"RR": RR, "KA": KA, "RW": self.warps, "RL": RL, "KL": self.KL, "KI": KI}
 
 
-def tile(K: int, V: int) -> Tile:
-    """The tile of a layer, a fixed function of its shape: the order of sums over K depends on it."""
+def tile(K: int, V: int, device: torch.device | None = None) -> Tile:
+    """The tile of a layer, a fixed function of its shape and device: the order of sums over K depends on it."""
     KL = min(8, K // 4)
-    return Tile(KL, min(8, V * KL // 32))
+    hopper = None
+    if (
+        K == V == 128
+        and device is not None
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] == 9
+    ):
+        from k3_kernels.kda import step_hopper_triton
+
+        hopper = step_hopper_triton.Tuning()
+    return Tile(KL, min(8, V * KL // 32), hopper)
 
 
 def step(
@@ -265,7 +279,7 @@ def step(
         cursor,
         n,
         out,
-        cut or tile(K, V),
+        cut or tile(K, V, x.device),
     )
     return out
 
@@ -277,7 +291,7 @@ def commit(
     V, K = recurrent.shape[3:]
     # Nothing is live: the arguments of live rows are never read.
     unused = (log.x[0], log.f[0].flatten(1), log.b[0], log.x[0])
-    _launch(unused, w, recurrent, conv, log, cursor, 0, log.x[0], cut or tile(K, V))
+    _launch(unused, w, recurrent, conv, log, cursor, 0, log.x[0], cut or tile(K, V, recurrent.device))
 
 
 def _launch(
@@ -300,17 +314,26 @@ def _launch(
     assert all(stride % 4 == 0 for stride in conv.stride()[:3]), "convolution rows are aligned"
     assert all(stride % 16 == 0 for stride in recurrent.stride()[:2]), "states are aligned"
     assert all(part.is_contiguous() for part in log), "a log is contiguous"
+    strides = (x.stride(0) // 4, f.stride(0) // 4, b.stride(0), gate.stride(0) // 4)
+    windows = (conv.stride(0) // 4, conv.stride(1) // 4, conv.stride(2) // 4)
+    places = (*strides, recurrent.stride(0) // 16, recurrent.stride(1) // 16, *windows)
+    if cut.hopper is not None:
+        from k3_kernels.kda import step_hopper_triton
+
+        taps = w._replace(conv=_tap_by_tap(w.conv))
+        step_hopper_triton.launch(
+            rows, taps, recurrent, conv, log, cursor, n, out, places, _processors(x.device), cut.hopper
+        )
+        return
     items = layers * H
     # With many layers, as many programs as are resident at once, and each goes on to its next head.
     programs = min(items, max(H, RESIDENT * _processors(x.device)))
     scratch = torch.empty(programs * 2 * W * (3 * K + V + PAD.value), dtype=torch.float32, device=x.device)
     outputs = torch.empty(H * W * V if n else 16, dtype=torch.float32, device=x.device)
-    strides = (x.stride(0) // 4, f.stride(0) // 4, b.stride(0), gate.stride(0) // 4)
-    windows = (conv.stride(0) // 4, conv.stride(1) // 4, conv.stride(2) // 4)
     bound = w.lower_bound
     step_kernel[(programs,)](
         *rows, _tap_by_tap(w.conv), w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, scratch, outputs, out,
-        *strides, recurrent.stride(0) // 16, recurrent.stride(1) // 16, *windows, layers, H, W, n, 1,
+        *places, layers, H, W, n, 1,
         w.norm_eps, 0.0 if bound is None else bound,
         BOUND=bound is not None, SLOTS=8 if W <= 8 else 16, K=K, V=V, **cut.shape(K, V),
         num_warps=cut.warps,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,51 +23,78 @@ F32, BF16 = torch.float32, torch.bfloat16
 LONG = CUDA or os.environ.get("K3_LONG") == "1"
 WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8, 16] if LONG else [1, 3, 8]
 K3, SMALL = (5, 128, 128), (3, 64, 32)
-# Heads, K, V; activations; state. The interpreter multiplies bf16 wrongly, but storing the state in it works.
+HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
+# Heads, K, V; activations; state; form (Gluon is not interpreted). The interpreter multiplies bf16 wrongly,
+# but storing the state in it works.
 KINDS = (
-    [(K3, F32, F32), (K3, BF16, F32), (K3, BF16, BF16), (SMALL, F32, F32), (SMALL, BF16, BF16)]
+    [
+        (K3, *types, form)
+        for form in ["hopper", "triton"][not HOPPER :]
+        for types in ((F32, F32), (BF16, F32), (BF16, BF16))
+    ]
+    + [(SMALL, F32, F32, "triton"), (SMALL, BF16, BF16, "triton")]
     if CUDA
-    else [((2, 32, 16), F32, F32), ((2, 32, 16), F32, BF16)]
+    else [((2, 32, 16), F32, F32, "triton"), ((2, 32, 16), F32, BF16, "triton")]
 )
-NAMES = [f"{shape[1]}-{str(dtype)[6:]}-{str(state)[6:]}" for shape, dtype, state in KINDS]
+NAMES = [f"{form}-{shape[1]}-{str(dtype)[6:]}-{str(state)[6:]}" for shape, dtype, state, form in KINDS]
+FORMS = ["hopper", "triton"] if HOPPER else ["triton"]
 
 
 def tokens(T: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, bound: float | None = -5.0):
     return cases.draw(T, *shape, dtype=dtype, seed=seed, bound=bound, device=DEVICE)
 
 
-def settle(run: cases.Run, *layers: cases.Tokens) -> None:
+def tile(form: str, shape: tuple[int, int, int]) -> kernel.Tile:
+    plain = kernel.tile(*shape[1:])
+    if form == "triton":
+        return plain
+    from k3_kernels.kda import step_hopper_triton
+
+    return replace(plain, hopper=step_hopper_triton.Tuning())
+
+
+def stepping(form: str, shape: tuple[int, int, int]) -> cases.Step:
+    return partial(kernel.step, cut=tile(form, shape))
+
+
+def settle(form: str, run: cases.Run, *layers: cases.Tokens) -> None:
     stacked = StepWeights(*(torch.stack([t.w[i] for t in layers]) for i in range(4)), *layers[0].w[4:])
-    kernel.commit(run.recurrent, run.conv, run.log, stacked, run.cursor)
+    shape = (run.recurrent.shape[2], run.recurrent.shape[4], run.recurrent.shape[3])
+    kernel.commit(run.recurrent, run.conv, run.log, stacked, run.cursor, tile(form, shape))
     run.cursor[1] = 0
     cases.check_untouched(run)
 
 
-def plain(t: cases.Tokens, W: int, state: torch.dtype, T: int, position: int) -> tuple[torch.Tensor, cases.Run]:
-    run = cases.begin(kernel.step, t, W, state, position=position)
+def plain(
+    form: str, t: cases.Tokens, W: int, state: torch.dtype, T: int, position: int
+) -> tuple[torch.Tensor, cases.Run]:
+    shape = (t.f.shape[1], t.f.shape[2], t.gate.shape[2])
+    run = cases.begin(stepping(form, shape), t, W, state, position=position)
     rows = []
     for i in range(T):
         rows.append(cases.window(run, t, [i])[0])
         cases.moved(run, 1)
-    settle(run, t)
+    settle(form, run, t)
     return torch.stack(rows) if rows else t.x[:0], run
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])
-@pytest.mark.parametrize(("shape", "dtype", "state"), KINDS, ids=NAMES)
-def test_the_recurrence(shape: tuple[int, int, int], dtype: torch.dtype, state: torch.dtype, bound: float | None):
+@pytest.mark.parametrize(("shape", "dtype", "state", "form"), KINDS, ids=NAMES)
+def test_the_recurrence(
+    shape: tuple[int, int, int], dtype: torch.dtype, state: torch.dtype, form: str, bound: float | None
+):
     """From a random state, full windows and then a part of one, all accepted."""
     H, K, V = shape
     T = 1000 if LONG else 21
     t = tokens(T, shape, dtype, 1, bound)
     initial = torch.randn(H, V, K, generator=torch.Generator().manual_seed(7)).to(state).to(DEVICE)
-    run = cases.begin(kernel.step, t, 8, state, initial=initial, position=3)
+    run = cases.begin(stepping(form, shape), t, 8, state, initial=initial, position=3)
     found = []
     for start in range(0, T, 8):
         rows = range(start, min(start + 8, T))
         found.append(cases.window(run, t, rows))
         cases.moved(run, len(rows))
-    settle(run, t)
+    settle(form, run, t)
     expected, last = cases.definition(t, initial, torch.zeros_like(run.conv[0, 0]))
     limit = 2e-5 if dtype is F32 and state is F32 else 2e-2
     assert error(torch.cat(found), expected) < limit
@@ -76,16 +105,16 @@ def test_the_recurrence(shape: tuple[int, int, int], dtype: torch.dtype, state: 
 
 
 @pytest.mark.parametrize("W", WIDTHS)
-@pytest.mark.parametrize(("shape", "dtype", "state"), KINDS, ids=NAMES)
+@pytest.mark.parametrize(("shape", "dtype", "state", "form"), KINDS, ids=NAMES)
 def test_windows_give_the_bits_of_plain_decoding(
-    shape: tuple[int, int, int], dtype: torch.dtype, state: torch.dtype, W: int
+    shape: tuple[int, int, int], dtype: torch.dtype, state: torch.dtype, form: str, W: int
 ):
     """Random windows, rejected rows of other tokens, commits in between; the state is in the last of three slots."""
     T = 120 if LONG else 12
     t = tokens(2 * T, shape, dtype, W, None if W == 3 else -5.0)
-    expected, alone = plain(t, W, state, T, 5)
+    expected, alone = plain(form, t, W, state, T, 5)
     dice = random.Random(W)
-    run = cases.begin(kernel.step, t, W, state, position=5, slots=3, slot=2)
+    run = cases.begin(stepping(form, shape), t, W, state, position=5, slots=3, slot=2)
     done = 0
     while done < T:
         n = dice.randint(1, W)
@@ -96,43 +125,67 @@ def test_windows_give_the_bits_of_plain_decoding(
         cases.moved(run, keep)
         done += keep
         if dice.random() < 0.1:
-            settle(run, t)
-    settle(run, t)
+            settle(form, run, t)
+    settle(form, run, t)
     assert torch.equal(run.recurrent[2], alone.recurrent[0])
     assert torch.equal(run.conv[2], alone.conv[0])
 
 
 @pytest.mark.parametrize("accepted", range(9) if LONG else [0, 1, 4, 8])
-def test_commit_replays_every_layer(accepted: int):
+@pytest.mark.parametrize("form", FORMS)
+def test_commit_replays_every_layer(accepted: int, form: str):
     """More heads in all layers than programs run at once; every layer with weights of its own."""
     shape = KINDS[0][0]
     depth = 70 if CUDA else 2
     layers = [tokens(8, shape, KINDS[1][1], 10 + i) for i in range(depth)]
-    run = cases.begin(kernel.step, layers[0], 8, F32, layers=depth, slots=2, slot=1, position=3)
+    run = cases.begin(stepping(form, shape), layers[0], 8, F32, layers=depth, slots=2, slot=1, position=3)
     for i, t in enumerate(layers):
         cases.window(run, t, range(8), layer=i)
     cases.moved(run, accepted)
-    settle(run, *layers)
+    settle(form, run, *layers)
     for i in range(0, depth, 1 if depth < 9 else 23):
-        _, alone = plain(layers[i], 8, F32, accepted, 3)
+        _, alone = plain(form, layers[i], 8, F32, accepted, 3)
         assert torch.equal(run.recurrent[1, i], alone.recurrent[0, 0])
         assert torch.equal(run.conv[1, i], alone.conv[0, 0])
 
 
 @pytest.mark.parametrize("decay", [-1e4, 1e4])
 @pytest.mark.parametrize("bound", [-5.0, None])
-def test_gate_extremes(decay: float, bound: float | None):
+@pytest.mark.parametrize("form", FORMS)
+def test_gate_extremes(decay: float, bound: float | None, form: str):
     """Log decays at the bound (or of -1e5) and at 0, for every row of full windows."""
     shape = KINDS[0][0]
     t = tokens(16, shape, F32, 2, bound)
     t.f.fill_(decay)
-    run = cases.begin(kernel.step, t, 8, F32, initial=torch.randn(shape[0], shape[2], shape[1]).to(DEVICE))
+    run = cases.begin(stepping(form, shape), t, 8, F32, initial=torch.randn(shape[0], shape[2], shape[1]).to(DEVICE))
     initial = run.recurrent[0, 0].clone()
     found = []
     for rows in (range(8), range(8, 16)):
         found.append(cases.window(run, t, rows))
         cases.moved(run, 8)
-    settle(run, t)
+    settle(form, run, t)
     expected, last = cases.definition(t, initial, torch.zeros_like(run.conv[0, 0]))
     assert error(torch.cat(found), expected) < 2e-5
     assert error(run.recurrent[0, 0], last) < 2e-5
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("W", [8, 16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_both_forms_agree(dtype: torch.dtype, W: int):
+    """The interpreted form and the one that runs on Hopper: the same numbers but for the order of sums."""
+    t = tokens(6 * W, K3, dtype, 4)
+    found = []
+    for form in FORMS:
+        run = cases.begin(stepping(form, K3), t, W, F32, position=3)
+        rows = []
+        for start in range(0, 6 * W, W):
+            rows.append(cases.window(run, t, range(start, start + W)))
+            cases.moved(run, W - start % 3)
+        settle(form, run, t)
+        found.append((torch.cat(rows).double(), run.recurrent.double(), run.conv))
+    (out, state, conv), (other, expected, window) = found
+    limit = 1e-6 if dtype is F32 else 2e-3
+    assert (out - other).norm() / other.norm() < limit
+    assert (state - expected).norm() / expected.norm() < limit
+    assert torch.equal(conv, window)
