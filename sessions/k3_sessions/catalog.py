@@ -121,6 +121,10 @@ class Catalog:
             found = self._roots[key] = read_root(self._blobs.get(key), path_of(key))
         return found
 
+    def learn(self, key: str, root: Root) -> None:
+        """Use this as root `key`, whose file cannot be read."""
+        self._roots[key] = root
+
     def forget(self, ids: Iterable[str]) -> None:
         """Drop what is remembered about objects, so that they are read again."""
         for key in ids:

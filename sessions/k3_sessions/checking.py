@@ -5,7 +5,7 @@ claims to describe.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,15 +47,19 @@ class VerifyReport:
 @dataclass
 class Findings:
     """What a check saw. `wrong`: path -> what is proven bad there. `unsure`: path -> why nothing could be said, because
-    it was written by a newer version or may not be read. `needs`: path -> sessions.
+    it was written by a newer version or may not be read. `needs`: path -> sessions. `roots`: roots that cannot be read,
+    by id, from the copy in a first turn.
     """
 
     catalog: Catalog
+    blobs: Blobs
     slots: Slots
     wrong: dict[str, str] = field(default_factory=dict)
     unsure: dict[str, str] = field(default_factory=dict)
     needs: dict[str, set[str]] = field(default_factory=dict)
     jobs: dict[str, tuple[int, Callable[[], object]]] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    roots: dict[str, Root] = field(default_factory=dict)
 
     def want(self, key: str, name: str, size: int, job: Callable[[], object]) -> None:
         path = path_of(key)
@@ -72,13 +76,18 @@ class Findings:
 def inspect(store: Store, names: Collection[str] | None) -> tuple[Findings, list[Ref], int]:
     """Read everything afresh; returns findings, the readable refs, and the bytes read."""
     blobs = Blobs(store.fs)
-    findings = Findings(Catalog(blobs), Slots(store.config.staging_bytes))
+    findings = Findings(Catalog(blobs), blobs, Slots(store.config.staging_bytes))
     refs, faults = findings.catalog.refs_and_faults()
     for path, error in faults if names is None else ():
         findings.fault(path, error, f"?{path[5:13]}")
+    look(store, findings, [ref for ref in refs if names is None or ref.name in names])
+    return findings, refs, sum(size for size, _ in findings.jobs.values())
+
+
+def look(store: Store, findings: Findings, refs: Iterable[Ref]) -> None:
+    """Read everything these sessions need that was not read before."""
     for ref in refs:
-        if names is None or ref.name in names:
-            _inspect_session(blobs, findings, ref)
+        _inspect_session(findings.blobs, findings, ref)
 
     def run(path: str, job: Callable[[], object]) -> None:
         try:
@@ -86,8 +95,9 @@ def inspect(store: Store, names: Collection[str] | None) -> tuple[Findings, list
         except StoreError as error:
             findings.fault(path, error)
 
-    restoring.run_all(store, [partial(run, path, job) for path, (_, job) in findings.jobs.items()])
-    return findings, refs, sum(size for size, _ in findings.jobs.values())
+    new = {path: job for path, (_, job) in findings.jobs.items() if path not in findings.done}
+    restoring.run_all(store, [partial(run, path, job) for path, job in new.items()])
+    findings.done.update(new)
 
 
 def _inspect_session(blobs: Blobs, findings: Findings, ref: Ref) -> None:

@@ -30,6 +30,7 @@ _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ_BLOCK = 1024 * 1024
 """Bytes read at a time into given memory: few calls, and what was read is still in the processor's cache."""
 
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _PAUSE = 0.01  # seconds between two tries for a lock
 
 
@@ -197,6 +198,20 @@ class RealFS:
     def replace(self, source: str, target: str) -> None:
         with self._parent(source) as (old, old_name), self._parent(target) as (new, new_name):
             os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
+
+    def place(self, source: str, target: str) -> None:
+        """Rename that replaces nothing: FileExistsError where `target` is, even if it appeared only now."""
+        with self._parent(source) as (old, old_name), self._parent(target) as (new, new_name):
+            try:
+                os.link(old_name, new_name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                # A file system without hard links: the name is taken first, then what was taken is replaced.
+                os.close(os.open(new_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=new))
+                os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
+                return
+            os.unlink(old_name, dir_fd=old)
 
     def remove(self, path: str) -> None:
         with self._parent(path) as (folder, name):

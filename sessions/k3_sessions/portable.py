@@ -63,18 +63,25 @@ def export(store: Store, name: str, file: str | os.PathLike[str]) -> ExportRepor
     with os_errors(f"writing {file}"):
         out = RealFS(target.parent, create=False)
         if out.info(target.name) is not None:
-            raise BadName(f"file {file} exists", "a new file name", "choose another, or remove it")
+            raise _taken(file)
     temp = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     try:
         size, count = _write_all(store, name, out, temp, str(file))
         with os_errors(f"writing {file}"):
-            out.replace(temp, target.name)
+            try:
+                out.place(temp, target.name)
+            except FileExistsError:
+                raise _taken(file) from None
             out.sync_dir("")
     except BaseException:
         with suppress(OSError):
             out.remove(temp)
         raise
     return ExportReport(check_name(name), str(target), size, count)
+
+
+def _taken(file: str | os.PathLike[str]) -> BadName:
+    return BadName(f"file {file} exists", "a new file name", "choose another, or remove it")
 
 
 def _write_all(store: Store, name: str, out: RealFS, temp: str, file: str) -> tuple[int, int]:

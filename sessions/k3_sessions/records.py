@@ -27,9 +27,11 @@ class Root:
     layout: StateLayout
     fixed: Mapping[str, Any]
 
+    def to_json(self) -> dict[str, Any]:
+        return {"identity": identity_json(self.identity), "layout": layout_json(self.layout), "fixed": self.fixed}
+
     def pack(self) -> Parts:
-        meta = {"identity": identity_json(self.identity), "layout": layout_json(self.layout), "fixed": self.fixed}
-        return pack(Kind.ROOT, meta, (), level=1)
+        return pack(Kind.ROOT, self.to_json(), (), level=1)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class Page:
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """A turn as stored. `pages` replace the parent's pages from position `pages_from` on."""
+    """A turn as stored. `pages` replace the parent's pages from position `pages_from` on.
+
+    root_copy: in a session's first turn, what the root object says, so that the loss of that one file loses nothing.
+    """
 
     parent: str | None
     root: str
@@ -56,6 +61,7 @@ class TurnRecord:
     pages_from: int
     pages: tuple[Page, ...]
     checkpoint: tuple[Blob, ...]
+    root_copy: Mapping[str, Any] | None = None
     id: str = ""
     size: int = 0
 
@@ -79,6 +85,8 @@ class TurnRecord:
         blobs = [*(p.blob for p in self.pages), *self.checkpoint]
         if any(b.check for b in blobs):
             meta["checks"] = [b.check for b in blobs]
+        if self.root_copy is not None:
+            meta["root_copy"] = self.root_copy
         return pack(Kind.TURN, meta, [("tokens", "uint32", self.tokens)], level)
 
 
@@ -172,8 +180,23 @@ def read_ref(data: bytes, where: str) -> Ref:
 def read_root(data: Any, where: str) -> Root:
     found = unpack(data, Kind.ROOT, where, known=())
     with _well_formed(where):
-        meta = found.meta
-        return Root(Identity(**meta["identity"]), layout_from_json(meta["layout"]), dict(meta["fixed"]))
+        return _root(found.meta)
+
+
+def _root(meta: Mapping[str, Any]) -> Root:
+    return Root(Identity(**meta["identity"]), layout_from_json(meta["layout"]), dict(meta["fixed"]))
+
+
+def copied_root(turn: TurnRecord) -> Root | None:
+    """The root whose copy a first turn holds, if it is the very one the turn names."""
+    if turn.root_copy is None:
+        return None
+    try:
+        root = _root(turn.root_copy)
+        data = b"".join(root.pack())
+    except (KeyError, TypeError, ValueError):
+        return None
+    return root if hashlib.sha256(data).hexdigest() == turn.root else None
 
 
 def read_turn(data: Any, key: str, where: str) -> TurnRecord:
@@ -194,6 +217,7 @@ def read_turn(data: Any, key: str, where: str) -> TurnRecord:
             pages_from=int(meta["pages_from"]),
             pages=tuple(Page(int(a), int(b), Blob(i, int(n), _check(checks))) for a, b, i, n in meta["pages"]),
             checkpoint=tuple(Blob(i, int(n), _check(checks)) for i, n in meta["checkpoint"]),
+            root_copy=dict(meta["root_copy"]) if "root_copy" in meta else None,
             id=key,
             size=len(data),
         )

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import orjson
 
 from k3_sessions import upkeep
-from k3_sessions.blobs import path_of, write_file
+from k3_sessions.blobs import Batch, path_of, write_file
 from k3_sessions.catalog import check_name
-from k3_sessions.checking import Findings, inspect
+from k3_sessions.checking import Findings, inspect, look
 from k3_sessions.common import new_tree, now
-from k3_sessions.errors import BadName, StoreError, os_errors
+from k3_sessions.errors import BadName, Damaged, StoreError, os_errors
 from k3_sessions.objects import Kind
-from k3_sessions.records import Kept, Ref, TurnRecord
+from k3_sessions.records import Kept, Ref, TurnRecord, copied_root
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -54,7 +54,8 @@ class RepairReport:
     """quarantined: files set aside, by their old path. recovered: sessions rebuilt, from a ref that still told its name
     and head, or from turns no session reached any more. lost: sessions of which nothing readable is left, and refs
     ("?" and digits of the file's name) that no longer tell whose they were. untouched: sessions and refs that could
-    not be judged, each with the reason. written: files that hold no more than a constant, and were written again.
+    not be judged, each with the reason. written: files that were written again: FORMAT, which holds no more than a
+    constant, and roots, from the copy in a first turn.
     All of it is only foretold when `dry_run`.
     """
 
@@ -71,10 +72,10 @@ def repair(store: Store, *, dry_run: bool) -> RepairReport:
     """See Store.repair."""
     with store.alone(), store.changing_refs():
         findings, refs, _ = inspect(store, None)
+        if _roots_from_copies(findings, refs):
+            look(store, findings, refs)
         broken = sorted(path for path in findings.wrong if path.startswith("refs/"))
         mended = ("FORMAT",) if store.format_fault and not findings.unsure else ()
-        findings.wrong.update((path, store.format_fault) for path in mended)
-        moved = sorted(path for path in findings.wrong if store.fs.info(path) is not None)
         untouched = {
             name: what for path, what in sorted(findings.unsure.items()) for name in sorted(findings.needs[path])
         }
@@ -89,19 +90,26 @@ def repair(store: Store, *, dry_run: bool) -> RepairReport:
             survivors.append(after)
             if after != ref:
                 repaired.append(_told(findings, ref, after))
-                if not dry_run:
-                    store.save_ref(after)
         fell = broken or lost or any(entry.lost_turns for entry in repaired)
         named = {path: new for path in broken if (new := _named(store, findings, path)) is not None}
         orphans = _orphans(store, findings, [*survivors, *named.values()]) if fell else []
+        # What the sessions made anew need was not read yet: their refs could not be.
+        look(store, findings, [*named.values(), *orphans])
+        named = {path: _fall_back(findings, ref) or ref for path, ref in named.items()}
+        orphans = [_fall_back(findings, ref) or ref for ref in orphans]
+        rewritten = sorted(path_of(key) for key in findings.roots)
+        findings.wrong.update((path, store.format_fault) for path in mended)
+        moved = sorted(path for path in findings.wrong if store.fs.info(path) is not None)
         if not dry_run:
-            # A broken ref goes last: until what comes in its place is there, it keeps `gc` from taking its objects.
-            for ref in orphans:
-                store.save_ref(ref)
+            # What is broken goes last: until what comes in its place is there, it keeps `gc` from taking objects, and
+            # a repair that died is begun again as if it had not been.
+            _write_roots(store, findings, moved)
+            for entry in (*orphans, *(ref for ref in survivors if ref not in refs)):
+                store.save_ref(entry)
             for path, ref in named.items():
                 _set_aside(store, path, copy=True)
                 store.save_ref(ref)
-            for path in sorted(set(moved) - set(named), key=lambda path: (path in broken, path)):
+            for path in sorted(set(moved) - set(named) - set(rewritten), key=lambda path: (path in broken, path)):
                 _set_aside(store, path)
             if mended:
                 store.write_format()
@@ -114,8 +122,25 @@ def repair(store: Store, *, dry_run: bool) -> RepairReport:
             recovered=tuple(ref.name for ref in (*named.values(), *orphans)),
             lost=(*lost, *(f"?{path[5:13]}" for path in broken if path not in named)),
             untouched=tuple(untouched.items()),
-            written=mended,
+            written=(*rewritten, *mended),
         )
+
+
+def _roots_from_copies(findings: Findings, refs: Sequence[Ref]) -> bool:
+    """Roots that cannot be read, from the first turns of these sessions. Whether there were any."""
+    for ref in refs:
+        for key in (ref.head, *(entry.turn for entry in ref.keep)):
+            _readable(findings, key)
+    return bool(findings.roots)
+
+
+def _write_roots(store: Store, findings: Findings, moved: Sequence[str]) -> None:
+    batch = Batch()
+    for key, root in findings.roots.items():
+        if path_of(key) in moved:
+            _set_aside(store, path_of(key), copy=True)
+        store.blobs.put(root.pack(), batch)
+    store.blobs.settle(batch)
 
 
 def _set_aside(store: Store, path: str, *, copy: bool = False) -> None:
@@ -135,10 +160,19 @@ def _boundary_good(findings: Findings, turn: TurnRecord, path: Sequence[TurnReco
 
 
 def _readable(findings: Findings, key: str) -> list[TurnRecord] | None:
-    """The turns up to `key`, or None if one of them is damaged."""
+    """The turns up to `key`, or None if one of them is damaged, or their root, of which there is no copy either."""
     try:
         path = findings.catalog.path(key)
+    except StoreError:
+        return None
+    try:
         findings.catalog.root(path[0].root)
+    except Damaged:
+        root = copied_root(path[0])
+        if root is None:
+            return None
+        findings.roots[path[0].root] = root
+        findings.catalog.learn(path[0].root, root)
     except StoreError:
         return None
     return None if any(path_of(turn.id) in findings.wrong for turn in path) else path

@@ -34,7 +34,7 @@ class Stream:
         self.position = position
         self._store, self._layout, self._pieces = store, layout, pieces
         # Enough for every core to go on while the caller copies; more would only take memory.
-        self._ahead = store.workers + 1
+        self._ahead = store.workers + 3
         self._limit = store.config.staging_bytes
         self._largest = max((_bytes(piece) for piece in pieces), default=0)
         self._whole: dict[str, Array] | None = None

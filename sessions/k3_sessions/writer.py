@@ -382,6 +382,7 @@ class SessionWriter:
                 pages_from=pages_from if last else end,
                 pages=tuple(pages[same:]) if last else (),
                 checkpoint=checkpoint if last else (),
+                root_copy=None if parent else self._root.to_json(),
             )
             blob, _ = self._store.blobs.put(record.pack(self._store.config.zstd_level), batch)
             parent = replace(record, id=blob.id, size=blob.size)

@@ -15,7 +15,7 @@ from k3_sessions.blobs import TEMP_PREFIX
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft
 
 GOLDEN_HEAD = "d84fca109f5b1a4e324aebc2a819db90aeb34e9c19be31003b785335b80f14d3"
-GOLDEN_1_2 = "e15204f46340275e822fa257eb2df19115343130e090b36d11d45dba94351947"
+GOLDEN_1_2 = "6c8c675e2b3bd6d5c5848ff3c1f1662bf8cc3ef5ce5a7fb3b1b9e7a2e8a316e9"
 GOLDEN_CHECK = "5f0c86b63a328fd7557f30903b3bd66c"
 GOLDEN_FORMAT = (
     b'{"hash":"sha256","k3":"store","sha256":"01a6a39d2545dcd4bf7b179a3d11827fbef015d6f16c945a503e20bb599aa70c",'

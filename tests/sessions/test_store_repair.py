@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from k3_sessions import (
     StoreConfig,
 )
 from k3_sessions.blobs import path_of
+from k3_sessions.records import copied_root
 
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, check, grow
 
@@ -323,3 +325,106 @@ def test_missing_permissions_refuse_and_prove_nothing_bad():
             text=True,
         )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+@pytest.mark.parametrize("how", ["missing", "flipped", "other"])
+def test_the_root_of_a_tree_comes_back_from_its_first_turn(made, how):
+    root, tokens, turns, _ = made
+    store = Store.open(root, config=CONFIG)
+    store.fork("a", "b", at=turns[15])
+    fixed = store.session("a").fixed
+    key = store.catalog.ref("a").root
+    path = root / path_of(key)
+    good = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(bytes([good[0] ^ 1]) + good[1:] if how == "flipped" else good[::-1])
+    store = Store.open(root, config=CONFIG)
+    assert [bool(session.error) for session in store.sessions()] == [True, True]
+    before = content(root)
+    foretold = store.repair(dry_run=True)
+    assert content(root) == before
+    report = store.repair()
+    assert (report.written, report.sessions, report.lost, report.recovered) == ((path_of(key),), (), (), ())
+    assert (foretold.written, foretold.quarantined) == (report.written, report.quarantined)
+    assert report.quarantined == (() if how == "missing" else (path_of(key),))
+    assert path.read_bytes() == good
+    assert len(list((root / "quarantine").iterdir())) == (how != "missing")
+    fresh = Store.open(root, config=CONFIG)
+    assert fresh.session("a").fixed == fixed
+    assert ids_of(fresh, "a") == turns
+    resumes(fresh, "a", tokens)
+    resumes(fresh, "b", tokens)
+    assert fresh.verify().problems == ()
+    assert fresh.repair().written == ()
+
+
+def test_a_root_without_a_copy_loses_its_tree_and_no_other(tmp_path, repo_root):
+    """Sessions of 1.0 and 1.1 hold no copy: what is lost is said, and what another session needs stays."""
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    store.import_(repo_root / "tests/sessions/golden/session-1.0.k3s")
+    tokens, turns = grow(store, "other", [9, 9])
+    (tmp_path / "s" / path_of(store.catalog.ref("golden").root)).unlink()
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    report = store.repair()
+    assert (report.lost, report.written) == (("golden",), ())
+    assert ids_of(store, "other") == [turn.id for turn in turns]
+    resumes(store, "other", tokens)
+    store.remove("golden")
+    assert store.verify().problems == ()
+
+
+def test_a_copy_that_is_not_the_root_is_not_believed(made):
+    root, _, turns, _ = made
+    store = Store.open(root, config=CONFIG)
+    first = store.catalog.turn(turns[0])
+    assert copied_root(first) == store.catalog.root(first.root)
+    for wrong in ({}, {"identity": {}}, {**first.root_copy, "fixed": {"system": "another"}}):
+        assert copied_root(replace(first, root_copy=wrong)) is None
+
+
+def test_a_session_rebuilt_from_its_ref_names_no_damaged_boundary(made):
+    """Two faults at once: the ref is damaged, and so is a checkpoint that the ref named. One repair mends both."""
+    root, tokens, turns, kept = made
+    store = Store.open(root, config=CONFIG)
+    newest = store.catalog.turn(turns[-1]).checkpoint[0]
+    path = root / path_of(newest.id)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    (ref,) = (root / "refs").iterdir()
+    ref.write_bytes(ref.read_bytes().replace(b'"pinned":false', b'"pinned":fals3'))
+    store = Store.open(root, config=CONFIG)
+    report = store.repair()
+    assert report.recovered == ("a",)
+    assert path_of(newest.id) in report.quarantined
+    fresh = Store.open(root, config=CONFIG)
+    assert fresh.verify().problems == ()
+    assert ids_of(fresh, "a") == turns
+    assert {entry.turn for entry in fresh.catalog.ref("a").keep} == kept - {turns[-1]}
+    resumes(fresh, "a", tokens)
+
+
+def test_a_repair_that_dies_forgets_no_branch(made, monkeypatch):
+    """Turns after a lost one come back as a session of their own, also where the first repair died half-way."""
+    root, _, turns, _ = made
+    (root / path_of(turns[15])).unlink()
+    store = Store.open(root, config=CONFIG)
+    with monkeypatch.context() as patch:
+        saved = []
+
+        def dying(self, ref):
+            if saved:
+                raise KeyboardInterrupt
+            saved.append(ref.name)
+            save(self, ref)
+
+        save = Store.save_ref
+        patch.setattr(Store, "save_ref", dying)
+        with pytest.raises(KeyboardInterrupt):
+            store.repair()
+    store = Store.open(root, config=CONFIG)
+    store.repair()
+    store.gc()
+    found = {turn.id for session in store.sessions() for turn in store.log(session.name)}
+    assert found >= {*turns[:15]}
+    assert Store.open(root, config=CONFIG).verify().problems == ()
