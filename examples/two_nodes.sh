@@ -8,8 +8,8 @@
 #
 #   examples/two_nodes.sh 1 10.0.0.1
 #
-# Neither begins before the other is there. Both need the same k3, torch and number of GPUs, and the model under the same
-# path, on a disk of their own or a shared one. Sessions are node 0's alone, and go on with any number of GPUs later.
+# Neither begins before the other is there. Both need the same k3, torch and number of GPUs, and the model under the
+# same path, on a disk of their own or a shared one. Sessions are node 0's alone, and go on with any number of GPUs.
 #
 #   RANKS   ranks on each machine (default: its GPUs). The sum must divide the model: 2, 4, 8, 16 or 32 for a K3
 #   PORT    a free port of node 0 (default: 29511)

@@ -93,7 +93,7 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def rank_memory(device: torch.device, world: int) -> int | None:
-    """What one of `world` ranks may count on: a GPU has one rank, a CPU those of its machine (torchrun says how many)."""
+    """What one of `world` ranks may count on: a GPU has one rank, a CPU those of its machine, as torchrun says."""
     free = available_memory(device)
     if free is None or device.type == "cuda":
         return free
