@@ -79,7 +79,7 @@ def test_k3_on_too_few_gpus_is_told_how_many():
 
 def test_the_device_that_lacks_most_is_named():
     free = [280 * GB] * 8
-    free[5] = 90 * GB
+    free[2], free[5], free[7] = 150 * GB, 90 * GB, 120 * GB
     problem = shortage(K3, BF16, devices(*free))
     assert problem is not None
     assert problem.found.startswith("rank 5 on cuda:5 needs")
