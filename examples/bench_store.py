@@ -38,6 +38,7 @@ from k3_sessions import (
     codec,
     layout_digest,
 )
+from k3_sessions.source import Memory
 from k3_sessions.upkeep import files
 
 MLA = (*range(3, 93, 4), 92)
@@ -172,7 +173,7 @@ def stages(state: RandomState) -> None:
         "sha256 of stored bytes": (len(packed), lambda: hashlib.sha256(packed).digest()),
         "XXH3-128 of stored bytes": (len(packed), lambda: xxhash.xxh3_128_digest(packed)),
         "latents to frames": (latents.nbytes, lambda: codec.encode(latents, 1)),
-        "frames to latents": (latents.nbytes, lambda: codec.decode(packed, table, out)),
+        "frames to latents": (latents.nbytes, lambda: codec.decode(Memory(packed), table, out)),
         "recurrent state to frames": (plain.nbytes, lambda: codec.encode(plain, 1)),
         "first touch of new memory": (64 * MIB, lambda: np.empty(64 * MIB, dtype=np.uint8).fill(1)),
     }

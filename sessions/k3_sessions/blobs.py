@@ -11,18 +11,17 @@ import errno
 import hashlib
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
-from k3_sessions.errors import Damaged, os_errors
-from k3_sessions.fs import READ_BLOCK, Buffer, FileSystem
+from k3_sessions.errors import Damaged, StoreError, os_errors
+from k3_sessions.fs import Buffer, FileSystem
 from k3_sessions.objects import Blob
-
-if TYPE_CHECKING:
-    from k3_sessions.staging import Slot
+from k3_sessions.source import READ_BLOCK, Passing
 
 TEMP_PREFIX = ".tmp-"
 """Names of unfinished files, in any directory of the store."""
@@ -128,35 +127,61 @@ class Blobs:
             return f"has {found.size} bytes where {blob.size} were written"
         return ""
 
-    def get(self, key: str, size: int | None = None, slot: Slot | None = None, check: str = "") -> Buffer:
-        """Bytes of an object, hashed. Raises Damaged naming the file when they are not the ones written.
-
-        slot: read into its memory, for large objects; the result is then good until the slot is used again.
-        check: the XXH3-128 a turn records for it. Bytes that match it are right; of others sha256 says what they are.
-        """
-        digest: Any = xxhash.xxh3_128() if check else hashlib.sha256()
-        path = path_of(key)
+    def get(self, key: str, size: int | None = None) -> bytes:
+        """Bytes of an object, hashed. Raises Damaged naming the file when they are not the ones written."""
         with os_errors("reading the session store"):
-            found = self.fs.info(path)
-            if found is None or found.kind != "file":
-                raise self._damaged(key, "is missing" if found is None else "is not a regular file")
-            if size is not None and found.size != size:
-                raise self._damaged(key, f"has {found.size} bytes where {size} were written")
+            self._found(key, size)
             try:
-                data: Buffer
-                if slot is None:
-                    data = self.fs.read(path)
-                    digest.update(data)
-                else:
-                    data = slot.view(found.size)
-                    data = data[: self.fs.read_into(path, data, digest.update)]
+                data = self.fs.read(path_of(key))
             except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                raise self._damaged(key, f"cannot be read ({error.strerror})") from error
-        if digest.hexdigest() != (check or key) and (not check or hashlib.sha256(data).hexdigest() != key):
+                self._unreadable(key, error)
+                raise
+        if hashlib.sha256(data).hexdigest() != key:
             raise self._damaged(key, "does not match its hash")
         return data
+
+    @contextmanager
+    def passing(self, blob: Blob) -> Iterator[Passing]:
+        """An object that is decoded while it is read, and hashed; that it is right is known when the block has ended.
+
+        Bytes that match the blob's check are right; of others, and where there is none, sha256 says what they are.
+        Raises Damaged in place of what was raised in the block, where the bytes are not the ones written.
+        """
+        digest: Any = xxhash.xxh3_128() if blob.check else hashlib.sha256()
+        with os_errors("reading the session store"):
+            self._found(blob.id, blob.size)
+            try:
+                with self.fs.reader(path_of(blob.id)) as read:
+                    source = Passing(read, digest)
+                    try:
+                        yield source
+                    except (StoreError, ValueError):
+                        source.rest()
+                        self._prove(blob, digest)
+                        raise
+                    source.rest()
+            except OSError as error:
+                self._unreadable(blob.id, error)
+                raise
+            self._prove(blob, digest)
+
+    def _prove(self, blob: Blob, digest: Any) -> None:
+        if digest.hexdigest() == (blob.check or blob.id):
+            return
+        if not blob.check or hashlib.sha256(self.fs.read(path_of(blob.id))).hexdigest() != blob.id:
+            raise self._damaged(blob.id, "does not match its hash")
+
+    def _found(self, key: str, size: int | None) -> None:
+        found = self.fs.info(path_of(key))
+        if found is None or found.kind != "file":
+            raise self._damaged(key, "is missing" if found is None else "is not a regular file")
+        if size is not None and found.size != size:
+            raise self._damaged(key, f"has {found.size} bytes where {size} were written")
+
+    def _unreadable(self, key: str, error: OSError) -> None:
+        """Raises Damaged where the disk gave an error for these very bytes."""
+        if error.errno == errno.EIO:
+            raise self._damaged(key, f"cannot be read ({error.strerror})") from error
 
     def _damaged(self, key: str, what: str) -> Damaged:
         self.bad[key] = what

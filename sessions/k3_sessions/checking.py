@@ -17,8 +17,7 @@ from k3_sessions.errors import Damaged, StoreError
 from k3_sessions.identity import PrefixDigest, identity_digest
 from k3_sessions.objects import Blob, Kind
 from k3_sessions.records import Kept, Ref, Root
-from k3_sessions.staging import Slots
-from k3_sessions.state_objects import fields_of, group_claims, groups_of, open_state, page_claims
+from k3_sessions.state_objects import fields_of, group_claims, groups_of, page_claims, read_state
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -53,7 +52,6 @@ class Findings:
 
     catalog: Catalog
     blobs: Blobs
-    slots: Slots
     wrong: dict[str, str] = field(default_factory=dict)
     unsure: dict[str, str] = field(default_factory=dict)
     needs: dict[str, set[str]] = field(default_factory=dict)
@@ -76,7 +74,7 @@ class Findings:
 def inspect(store: Store, names: Collection[str] | None) -> tuple[Findings, list[Ref], int]:
     """Read everything afresh; returns findings, the readable refs, and the bytes read."""
     blobs = Blobs(store.fs)
-    findings = Findings(Catalog(blobs), blobs, Slots(store.config.staging_bytes))
+    findings = Findings(Catalog(blobs), blobs)
     refs, faults = findings.catalog.refs_and_faults()
     for path, error in faults if names is None else ():
         findings.fault(path, error, f"?{path[5:13]}")
@@ -144,9 +142,7 @@ def _inspect_boundary(blobs: Blobs, findings: Findings, ref: Ref, root: Root, en
         raise Damaged(f"turn {turn.id[:12]} lacks checkpoint objects", object=path_of(turn.id))
 
     def check(blob: Blob, kind: Kind, scope: str, claims: Mapping[str, object]) -> None:
-        with findings.slots.slot(blob.size) as slot:
-            data = blobs.get(blob.id, blob.size, slot, blob.check)
-            open_state(data, blob.id, kind, fields_of(root.layout, scope), claims)
+        read_state(blobs, blob, kind, fields_of(root.layout, scope), claims, None)
 
     for page in catalog.pages(path):
         claims = page_claims(page, seed, digest.at(page.stop))

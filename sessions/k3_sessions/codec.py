@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
+from k3_sessions.source import Source
 from k3_sessions.types import Array
 
 FRAME_ITEMS = 512 * 1024
@@ -115,24 +116,30 @@ def encode(array: Array, level: int) -> tuple[list[tuple[int, int]], list[Frame]
     return table, parts
 
 
-def decode(data: memoryview, table: Sequence[Sequence[int]], out: Array) -> None:
-    """Fill `out` (C-contiguous) from the frames in `data`. Raises BadFrames; `out` is then worthless."""
+def decode(source: Source, table: Sequence[Sequence[int]], out: Array) -> None:
+    """Fill `out` (C-contiguous) from frames. Raises BadFrames, EndsEarly; `out` is then worthless."""
     flat = out.reshape(-1)
     runs = -(-flat.size // FRAME_ITEMS)
-    plain = len(table) == 1 and table[0][0] == PLAIN and len(data) == out.nbytes
-    if sum(stored for _, stored in table) != len(data) or (len(table) != runs * out.itemsize and not plain):
-        raise BadFrames(f"{len(table)} frames of {len(data)} bytes for {out.size} items of {out.itemsize} bytes")
+    size = sum(stored for _, stored in table)
+    plain = len(table) == 1 and table[0][0] == PLAIN and size == out.nbytes
+    if len(table) != runs * out.itemsize and not plain:
+        raise BadFrames(f"{len(table)} frames of {size} bytes for {out.size} items of {out.itemsize} bytes")
     if plain:
-        flat.view(np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
+        source.into(flat.view(np.uint8).data)
         return
-    at = number = 0
+    number = 0
     for start in range(0, flat.size, FRAME_ITEMS):
         run = flat[start : start + FRAME_ITEMS]
+        frames = table[number : number + out.itemsize]
+        number += out.itemsize
+        if any(stored > run.size for _, stored in frames):
+            raise BadFrames(f"a frame of more than the {run.size} bytes it stands for")
+        data = source.take(sum(stored for _, stored in frames))
         planes: list[Array] = []
-        for codec, stored in table[number : number + out.itemsize]:
+        at = 0
+        for codec, stored in frames:
             planes.append(np.frombuffer(_frame(codec, data[at : at + stored], run.size), dtype=np.uint8))
             at += stored
-        number += out.itemsize
         _join(planes, run)
 
 

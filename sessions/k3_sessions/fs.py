@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -27,9 +27,6 @@ NETWORK_TYPES = frozenset(_NETWORK.split())
 """File-system types whose locks or renames depend on another machine."""
 
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-READ_BLOCK = 1024 * 1024
-"""Bytes read at a time into given memory: few calls, and what was read is still in the processor's cache."""
-
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _PAUSE = 0.01  # seconds between two tries for a lock
 
@@ -88,10 +85,9 @@ class FileSystem(Protocol):
         """Content from `start`, `size` bytes or all; shorter only where the file ends."""
         ...
 
-    def read_into(self, path: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
-        """Fill `out` (writable bytes) from the start of a file; returns how many bytes, fewer where the file ends.
-
-        `seen` gets each piece in order as it arrives, at most READ_BLOCK bytes: to hash it while it is in the cache.
+    def reader(self, path: str) -> AbstractContextManager[Callable[[memoryview], int]]:
+        """A file from front to back: each call fills memory (writable bytes) with what comes next, and returns how many
+        bytes that were: possibly fewer than fit, 0 at the end.
         """
         ...
 
@@ -255,13 +251,10 @@ class RealFS:
                 data += more
             return data
 
-    def read_into(self, path: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
+    @contextmanager
+    def reader(self, path: str) -> Iterator[Callable[[memoryview], int]]:
         with self._opened(path) as (handle, _):
-            done = 0
-            while done < len(out) and (more := os.preadv(handle, [out[done : done + READ_BLOCK]], done)):
-                seen(out[done : done + more])
-                done += more
-            return done
+            yield lambda out: os.readv(handle, [out])
 
     def names(self, path: str) -> list[str]:
         with self._directory(path) as directory:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -28,6 +28,7 @@ import orjson
 
 from k3_sessions import codec
 from k3_sessions.errors import Damaged, FormatUnsupported
+from k3_sessions.source import Memory, Source
 from k3_sessions.types import DTYPES, Array
 
 MAGIC = b"K3OBJ\r\n\x1a"
@@ -66,31 +67,40 @@ class Blob:
 
 @dataclass(frozen=True)
 class Section:
-    """One array of an object; `data` are its frames."""
+    """One array of an object. at: where its frames begin in the object."""
 
     name: str
     dtype: str
     dims: tuple[int, ...]
     frames: Sequence[Sequence[int]]
-    data: memoryview
+    at: int
+    data: memoryview = field(default=memoryview(b""), repr=False)  # its frames, if the object is in memory
+
+    @property
+    def size(self) -> int:
+        """Stored bytes."""
+        return sum(stored for _, stored in self.frames)
 
     def new(self) -> Array:
         """Uninitialised array for `read`. Raises codec.BadFrames for dims that its frames cannot fill."""
         plain = any(number == codec.PLAIN for number, _ in self.frames)
-        if math.prod(self.dims) > (len(self.data) if plain else codec.FRAME_ITEMS * len(self.frames)):
+        if math.prod(self.dims) > (self.size if plain else codec.FRAME_ITEMS * len(self.frames)):
             raise codec.BadFrames(f"{list(self.dims)} in {len(self.frames)} frames")
         return np.empty(self.dims, dtype=SECTION_DTYPES[self.dtype])
 
-    def read(self, out: Array) -> None:
-        """Decode into `out`, C-contiguous, of exactly this section's dims and dtype. Raises codec.BadFrames."""
+    def read(self, out: Array, source: Source | None = None) -> None:
+        """Decode into `out`, C-contiguous, of exactly this section's dims and dtype. Raises codec.BadFrames, EndsEarly.
+
+        source: where the frames come next; None for an object that is in memory.
+        """
         if out.shape != self.dims or out.dtype != SECTION_DTYPES[self.dtype]:
             raise codec.BadFrames(f"{self.dtype} {list(self.dims)} for an array of {out.dtype} {list(out.shape)}")
-        codec.decode(self.data, self.frames, out)
+        codec.decode(Memory(self.data) if source is None else source, self.frames, out)
 
 
 @dataclass(frozen=True)
 class Object:
-    """A parsed object. Parsing decodes no frame."""
+    """A parsed object, its sections in their order. Parsing decodes no frame."""
 
     kind: Kind
     meta: Mapping[str, Any]
@@ -115,18 +125,34 @@ def pack(kind: Kind, meta: Mapping[str, Any], arrays: Sequence[tuple[str, str, A
 
 
 def unpack(data: Any, kind: Kind, where: str, known: Sequence[str] | None = None) -> Object:
-    """Parse bytes whose hash was already checked. `where` names the file; `known`: section names the caller reads.
+    """Parse an object in memory, whose hash was already checked. Raises what `parse` does."""
+    view = memoryview(data)
+    found = parse(view, len(view), kind, where, known)
+    sections = {
+        name: replace(section, data=view[section.at : section.at + section.size])
+        for name, section in found.sections.items()
+    }
+    return replace(found, sections=sections)
 
+
+def header_end(head: memoryview) -> int:
+    """Bytes from the start of an object to its first frame, from its first PREFIX.size bytes or all there are."""
+    return PREFIX.size + (PREFIX.unpack_from(head)[4] if len(head) >= PREFIX.size else 0)
+
+
+def parse(head: memoryview, total: int, kind: Kind, where: str, known: Sequence[str] | None = None) -> Object:
+    """What an object of `total` bytes says about itself; `head` goes up to its first frame or further.
+
+    where: names the file. known: section names the caller reads.
     Raises FormatUnsupported (other major, unknown section that is not optional) and Damaged (anything else).
     """
-    view = memoryview(data)
 
     def damaged(what: str) -> Damaged:
         return Damaged(f"{where} {what}", f"a {kind.name.lower()} object", "run `k3 verify`", object=where)
 
-    if len(view) < PREFIX.size:
-        raise damaged(f"has {len(view)} bytes")
-    magic, major, minor, number, size = PREFIX.unpack_from(view)
+    if len(head) < PREFIX.size:
+        raise damaged(f"has {total} bytes")
+    magic, major, minor, number, size = PREFIX.unpack_from(head)
     if magic != MAGIC:
         raise damaged("does not begin like a stored object")
     if major != MAJOR:
@@ -136,7 +162,7 @@ def unpack(data: Any, kind: Kind, where: str, known: Sequence[str] | None = None
     if number != kind:
         raise damaged(f"is of kind {number}")
     try:
-        header = orjson.loads(view[PREFIX.size : PREFIX.size + size])
+        header = orjson.loads(head[PREFIX.size : PREFIX.size + size])
         meta, listed = dict(header["meta"]), list(header["sections"])
         sections: dict[str, Section] = {}
         at = PREFIX.size + size
@@ -146,7 +172,7 @@ def unpack(data: Any, kind: Kind, where: str, known: Sequence[str] | None = None
             name, dims = str(entry["name"]), tuple(int(d) for d in entry["dims"])
             if any(n < 0 for _, n in frames) or any(d < 0 for d in dims) or name in sections:
                 raise ValueError(name)
-            body, at = view[at : at + stored], at + stored
+            begin, at = at, at + stored
             unknown = (known is not None and name not in known) or entry["dtype"] not in SECTION_DTYPES
             if unknown and entry.get("optional") is True:
                 continue
@@ -162,9 +188,9 @@ def unpack(data: Any, kind: Kind, where: str, known: Sequence[str] | None = None
                     f"{MAJOR}.{MINOR}",
                     "use the version of k3 that wrote it, or a newer one",
                 )
-            sections[name] = Section(name, entry["dtype"], dims, frames, body)
+            sections[name] = Section(name, entry["dtype"], dims, frames, begin)
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise damaged(f"has an unreadable header ({type(error).__name__}: {error})") from error
-    if at != len(view):
-        raise damaged(f"has {len(view)} bytes where its header describes {at}")
+    if at != total:
+        raise damaged(f"has {total} bytes where its header describes {at}")
     return Object(kind, meta, sections)

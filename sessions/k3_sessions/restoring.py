@@ -16,15 +16,13 @@ from k3_sessions.errors import BadDraft, Damaged, IdentityMismatch, SessionChang
 from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
 from k3_sessions.objects import Blob, Kind
 from k3_sessions.records import Page, Root, TurnRecord
-from k3_sessions.staging import Slots
 from k3_sessions.state_objects import (
     Group,
     fields_of,
     group_claims,
     groups_of,
-    open_state,
     page_claims,
-    read_section,
+    read_state,
 )
 from k3_sessions.types import DTYPES, HASH_BLOCK, Array, Identity, RestorePlan, StateLayout
 
@@ -191,7 +189,6 @@ def _pieces(
         raise Damaged(
             f"turn {turn.id[:12]} has {len(turn.checkpoint)} checkpoint objects", str(len(groups)), object=turn.id
         )
-    slots = Slots(store.config.staging_bytes)
     pieces: list[Piece] = []
     kept = {f.name: f for f in fields_of(layout, "checkpoint")}
     for group, blob in zip(groups, turn.checkpoint, strict=True):
@@ -199,13 +196,13 @@ def _pieces(
             name: ((last - first, *kept[name].shape), DTYPES[kept[name].dtype])
             for name, (first, last) in group.spans.items()
         }
-        pieces.append(Piece(arrays, partial(_read_group, store, slots, layout, seed, at, group, blob), group))
+        pieces.append(Piece(arrays, partial(_read_group, store, layout, seed, at, group, blob), group))
     rows = fields_of(layout, "page")
     for start in range(0, turn.position, HASH_BLOCK) if turn.position else (0,):
         stop = min(start + HASH_BLOCK, turn.position)
         arrays = {f.name: ((len(f.layers), stop - start, *f.shape), DTYPES[f.dtype]) for f in rows}
         inside = [page for page in pages if start <= page.start < stop]
-        pieces.append(Piece(arrays, partial(_read_block, store, slots, layout, seed, digest, inside)))
+        pieces.append(Piece(arrays, partial(_read_block, store, layout, seed, digest, inside)))
     return pieces
 
 
@@ -234,7 +231,6 @@ def abandon(futures: Iterable[Future[Any]]) -> None:
 
 def _read_group(
     store: Store,
-    slots: Slots,
     layout: StateLayout,
     seed: bytes,
     at: tuple[int, str],
@@ -242,17 +238,12 @@ def _read_group(
     blob: Blob,
     out: Mapping[str, Array],
 ) -> None:
-    fields = fields_of(layout, "checkpoint")
-    with slots.slot(blob.size) as slot:
-        data = store.blobs.get(blob.id, blob.size, slot, blob.check)
-        found = open_state(data, blob.id, Kind.CHECKPOINT, fields, group_claims(group, seed, at))
-        for f in fields:
-            read_section(found, f, out[f.name], blob.id)
+    claims = group_claims(group, seed, at)
+    read_state(store.blobs, blob, Kind.CHECKPOINT, fields_of(layout, "checkpoint"), claims, out)
 
 
 def _read_block(
     store: Store,
-    slots: Slots,
     layout: StateLayout,
     seed: bytes,
     digest: PrefixDigest,
@@ -263,14 +254,12 @@ def _read_block(
     for page in pages:
         claims = page_claims(page, seed, digest.at(page.stop))
         rows, offset = page.stop - page.start, page.start % HASH_BLOCK
-        with slots.slot(page.blob.size) as slot:
-            data = store.blobs.get(page.blob.id, page.blob.size, slot, page.blob.check)
-            found = open_state(data, page.blob.id, Kind.PAGE, fields, claims)
-            for f in fields:
-                block = out[f.name]
-                if rows == block.shape[1]:
-                    read_section(found, f, block, page.blob.id)
-                    continue
-                part = np.empty((block.shape[0], rows, *block.shape[2:]), dtype=block.dtype)
-                read_section(found, f, part, page.blob.id)
-                block[:, offset : offset + rows] = part
+        if all(block.shape[1] == rows for block in out.values()):
+            read_state(store.blobs, page.blob, Kind.PAGE, fields, claims, out)
+            continue
+        parts = {
+            name: np.empty((block.shape[0], rows, *block.shape[2:]), dtype=block.dtype) for name, block in out.items()
+        }
+        read_state(store.blobs, page.blob, Kind.PAGE, fields, claims, parts)
+        for name, part in parts.items():
+            out[name][:, offset : offset + rows] = part

@@ -36,19 +36,6 @@ class Staging:
             self._changed.notify_all()
 
 
-class Slot:
-    """Memory for one stored object at a time, then for the next: fresh pages for each cost more than reading it."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(b"")
-
-    def view(self, size: int) -> memoryview:
-        """The first `size` bytes; what they held before is gone."""
-        if len(self._memory) < size:
-            self._memory = memoryview(new_memory(size, "to read an object into"))
-        return self._memory[:size]
-
-
 _HUGE = 2 * 1024 * 1024
 
 
@@ -65,27 +52,6 @@ def new_memory(size: int, what: str) -> mmap.mmap:
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
-
-
-class Slots:
-    """The slots of one restore or check. Bounds the stored bytes that are in memory beside the result."""
-
-    def __init__(self, limit: int) -> None:
-        self._staging = Staging(limit)
-        self._free: list[Slot] = []
-
-    @contextmanager
-    def slot(self, size: int) -> Iterator[Slot]:
-        """A slot for an object of `size` bytes."""
-        self._staging.take(size)
-        try:
-            slot = self._free.pop() if self._free else Slot()
-            try:
-                yield slot
-            finally:
-                self._free.append(slot)
-        finally:
-            self._staging.give(size)
 
 
 class Jobs:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from k3_sessions import codec
-from k3_sessions.blobs import path_of
+from k3_sessions.blobs import Blobs, path_of
 from k3_sessions.errors import BadDraft, Damaged
-from k3_sessions.objects import Kind, Object, Parts, pack, unpack
+from k3_sessions.objects import PREFIX, Blob, Kind, Parts, header_end, pack, parse
 from k3_sessions.records import REPAIR, Page
+from k3_sessions.source import EndsEarly
 from k3_sessions.types import DTYPES, Array, FieldSpec, StateLayout
 
 GROUP_BYTES = 16 * 1024 * 1024
@@ -106,17 +107,40 @@ def pack_group(
     return pack(Kind.CHECKPOINT, meta, listed, level)
 
 
-def open_state(data: Any, key: str, kind: Kind, fields: Sequence[FieldSpec], claims: Mapping[str, Any]) -> Object:
-    """Parse a state object and compare what it says about itself with `claims`. Raises Damaged."""
-    where = path_of(key)
-    found = unpack(data, kind, where, known=[f.name for f in fields])
-    for key, value in claims.items():
-        if found.meta.get(key) != value:
-            raise Damaged(f"{where} says {key} {found.meta.get(key)}", f"{value}", REPAIR, object=where)
-    missing = [f.name for f in fields if f.name not in found.sections]
-    if missing:
-        raise Damaged(f"{where} lacks {', '.join(missing)}", "every declared state field", REPAIR, object=where)
-    return found
+def read_state(
+    blobs: Blobs,
+    blob: Blob,
+    kind: Kind,
+    fields: Sequence[FieldSpec],
+    claims: Mapping[str, Any],
+    out: Mapping[str, Array] | None,
+) -> None:
+    """Read a state object: hash it, compare what it says about itself with `claims`, and decode its fields.
+
+    out: arrays for the fields, C-contiguous, worthless after an error; None: nothing is decoded.
+    Raises Damaged, FormatUnsupported.
+    """
+    where = path_of(blob.id)
+    with blobs.passing(blob) as source:
+        head = source.peek(min(blob.size, header_end(source.peek(min(blob.size, PREFIX.size)))))
+        found = parse(head, blob.size, kind, where, known=[f.name for f in fields])
+        for key, value in claims.items():
+            if found.meta.get(key) != value:
+                raise Damaged(f"{where} says {key} {found.meta.get(key)}", f"{value}", REPAIR, object=where)
+        missing = [f.name for f in fields if f.name not in found.sections]
+        if missing:
+            raise Damaged(f"{where} lacks {', '.join(missing)}", "every declared state field", REPAIR, object=where)
+        dtypes = {f.name: f.dtype for f in fields}
+        for name, section in found.sections.items():
+            if out is None:
+                break
+            if section.dtype != dtypes[name]:
+                raise Damaged(f"{where} holds {name} as {section.dtype}", dtypes[name], REPAIR, object=where)
+            try:
+                source.skip_to(section.at)
+                section.read(out[name], source)
+            except (codec.BadFrames, EndsEarly) as error:
+                raise Damaged(f"{where} field {name}: {error}", do=REPAIR, object=where) from error
 
 
 def page_claims(page: Page, seed: bytes, prefix: str) -> dict[str, Any]:
@@ -133,14 +157,3 @@ def group_claims(group: Group, seed: bytes, at: tuple[int, str]) -> dict[str, An
         "groups": group.of,
         "spans": spans,
     }
-
-
-def read_section(found: Object, spec: FieldSpec, out: Array, key: str) -> None:
-    """Decode one field into `out`. Raises Damaged when dims, dtype or frames do not fit."""
-    section = found.sections[spec.name]
-    if section.dtype != spec.dtype:
-        raise Damaged(f"{path_of(key)} holds {spec.name} as {section.dtype}", spec.dtype, REPAIR, object=path_of(key))
-    try:
-        section.read(out)
-    except codec.BadFrames as error:
-        raise Damaged(f"{path_of(key)} field {spec.name}: {error}", do=REPAIR, object=path_of(key)) from error

@@ -8,10 +8,12 @@ decides. A rename is one change: never half done.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,11 +183,10 @@ class SimFS:
             data = folder.entries[name].data
             return bytes(data[start:] if size is None else data[start : start + size])
 
-    def read_into(self, path: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
-        data = self.read(path, 0, len(out))
-        out[: len(data)] = data
-        seen(out[: len(data)])
-        return len(data)
+    @contextmanager
+    def reader(self, path: str) -> Iterator[Callable[[memoryview], int]]:
+        data = io.BytesIO(self.read(path))
+        yield data.readinto
 
     def names(self, path: str) -> list[str]:
         with self._mutex:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from k3_sessions import Damaged, Store, blobs
 from k3_sessions.blobs import Batch
-from k3_sessions.objects import Blob
+from k3_sessions.objects import MAGIC, Blob
 from k3_sessions.records import read_turn
-from k3_sessions.staging import Slot
 
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, check, grow
 
@@ -34,9 +33,10 @@ def test_state_is_read_by_its_check_alone(stored, monkeypatch):
         raise AssertionError("sha256 of a whole object")
 
     monkeypatch.setattr(blobs.hashlib, "sha256", never)
-    assert len(store.blobs.get(page.id, page.size, Slot(), page.check)) == page.size
-    with pytest.raises(AssertionError):
-        store.blobs.get(page.id, page.size, Slot())
+    with store.blobs.passing(page) as source:
+        assert bytes(source.take(8)) == MAGIC
+    with pytest.raises(AssertionError), store.blobs.passing(Blob(page.id, page.size)):
+        pass
 
 
 def test_every_bit_of_a_page_counts(stored, tmp_path):
@@ -48,8 +48,8 @@ def test_every_bit_of_a_page_counts(stored, tmp_path):
         data = bytearray(good)
         data[at // 8] ^= 1 << at % 8
         file.write_bytes(data)
-        with pytest.raises(Damaged, match="does not match its hash"):
-            store.blobs.get(page.id, page.size, Slot(), page.check)
+        with pytest.raises(Damaged, match="does not match its hash"), store.blobs.passing(page):
+            pass
 
 
 def with_checks(store, turn, change):

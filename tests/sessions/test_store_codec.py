@@ -6,6 +6,7 @@ import numpy as np
 import orjson
 import pytest
 from k3_sessions import Damaged, FieldSpec, FormatUnsupported, StateLayout, Store, codec, objects
+from k3_sessions.source import Memory
 
 from tests.sessions.toy import CONFIG, check, grow, identity_for
 
@@ -43,7 +44,7 @@ def test_every_array_comes_back_and_equal_ones_give_equal_bytes(dtype, kind, siz
     again = codec.encode(array.copy(), 1)
     assert (table, data) == (again[0], b"".join(again[1]))
     out = np.full_like(array, 1)
-    codec.decode(memoryview(data), table, out)
+    codec.decode(Memory(memoryview(data)), table, out)
     assert out.tobytes() == array.tobytes()
 
 
@@ -64,7 +65,7 @@ def test_bytes_stored_by_release_1_0_still_decode():
     high = bytes.fromhex("28b52ffd6000034d00001040400100fb2b8005")
     table = [(codec.RAW, len(low)), (codec.ZSTD, len(high))]
     out = np.empty(1024, dtype="<u2")
-    codec.decode(memoryview(low + high), table, out)
+    codec.decode(Memory(memoryview(low + high)), table, out)
     assert (out.tobytes()[::2], set(out.tobytes()[1::2])) == (low, {0x40})
 
 
@@ -83,7 +84,7 @@ def test_bytes_stored_by_release_1_0_still_decode():
 def test_frames_that_do_not_fit_are_refused(table):
     data = memoryview(bytes(sum(stored for _, stored in table)))
     with pytest.raises(codec.BadFrames):
-        codec.decode(data, table, np.empty(16, dtype="<f4"))
+        codec.decode(Memory(data), table, np.empty(16, dtype="<f4"))
 
 
 def test_an_object_states_the_lowest_version_that_reads_it():
