@@ -7,7 +7,7 @@ project  latents times w_uv, per head
 
 The row at position p is cut into splits of `span(p)` keys, a step function of p alone, at most SPLITS of them. So the
 grid depends on n only, and programs behind a row's last split leave at once. A tile whose rows have different spans
-(a window that crosses a step) is walked once for each. Keys are read in blocks of at most UNIT, which divides spans and
+(a window that crosses a step) is walked once for each. Keys are read in blocks of at most 64, which divides spans and
 pages; what a block holds behind a row weighs exactly zero.
 """
 
@@ -24,11 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_kernels.mla.scratch import SPLITS
 
-UNIT = 64
-"""Keys; spans are multiples of it, the page size must be."""
+UNIT = 128
+"""Keys; spans are multiples of it: pairs of blocks."""
 FAR = 1 << 18
 """From this position on there are twice as many, so that any number of tiles fills the processors evenly."""
-LEAST = 4
+LEAST = 2
 """Units of the shortest span: shorter ones would serve one row behind few tokens and cost a full window its sums."""
 ROWS = 16
 """Window rows a head's small products are padded to: the least a matrix instruction takes."""
@@ -47,12 +47,14 @@ class Tiling(NamedTuple):
     form: str = "triton"
 
 
-def tiling(dtype: torch.dtype, R: int, P: int, device: torch.device) -> Tiling:
+def tiling(dtype: torch.dtype, R: int, P: int, pages: Tensor) -> Tiling:
     """bf16 fills registers with 64 x 512 sums and shared memory with queries and two key blocks; fp32 stays small."""
     if dtype != torch.bfloat16:
         return Tiling(16, 32, 4, 1)
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return Tiling(64, 64, 8, 2, "hopper" if hopper and (R, P) == (512, 64) else "triton")
+    hopper = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] == 9
+    # Its copies count rows from the pool's first: pages must lie whole rows apart.
+    fits = (R, P) == (512, 64) and pages.stride(0) % pages.stride(1) == 0
+    return Tiling(64, 64, 8, 2, "hopper" if hopper and fits else "triton")
 
 
 @cache
@@ -62,14 +64,6 @@ def _processors(device: torch.device) -> int:
 
 def _dependent(device: torch.device) -> bool:
     return DEPENDENT and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _attend(shape: Tiling) -> Any:
-    if shape.form == "triton":
-        return attend_kernel
-    from k3_kernels.mla import decode_hopper_triton
-
-    return decode_hopper_triton.attend_kernel
 
 
 @triton.jit
@@ -186,9 +180,12 @@ def attend_kernel(
 def combine_kernel(
     sums, tops, norms, latent, cursor, factor, W, H,
     R: tl.constexpr, BR: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FAR: tl.constexpr,
-    PDL: tl.constexpr,
+    BS: tl.constexpr, SWAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n H, R / BR). latent [H, W, R]; SPLITS splits at a time, in order."""
+    """Grid (n H, R / BR). latent [H, W, R]; BS splits at a time, in order, each column within one thread.
+
+    SWAPPED: of 32 columns, sums hold column 8 j + 2 t + e at 8 t + 2 j + e.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -201,14 +198,16 @@ def combine_kernel(
     top = tl.max(tl.load(tops + at + every, mask=every < count, other=-1e30), 0)
     out = tl.zeros([BR], tl.float32)
     norm = 0.0
-    for first in range(0, count, SPLITS):
-        split = first + tl.arange(0, SPLITS)
+    for first in range(0, count, BS):
+        split = first + tl.arange(0, BS)
         there = split < count
         part = tl.load(sums + (at + split)[:, None] * R + r[None, :], mask=there[:, None], other=0.0)
         own = tl.load(tops + at + split, mask=there, other=float("-inf"))
         weight = tl.exp2((own - top) * factor) * tl.load(norms + at + split, mask=there, other=0.0)
         norm += tl.sum(weight, 0)
         out += tl.sum(part.to(tl.float32) * weight[:, None], 0)
+    if SWAPPED:
+        r = r // 32 * 32 + r % 8 // 2 * 8 + r % 32 // 8 * 2 + r % 2
     tl.store(latent + ((pair % H) * W + p % W) * R + r, (out / norm).to(latent.dtype.element_ty))
 
 
@@ -256,7 +255,7 @@ def decode(
     W, H = q.shape[:2]
     N, R = w_uk.shape[1:]
     V, P = w_uv.shape[1], q.shape[2] - N
-    shape = tile or tiling(q.dtype, R, P, q.device)
+    shape = tile or tiling(q.dtype, R, P, pages)
     pairs, factor = n * H, scale * LOG2E
     empty: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     absorbed = torch.empty(pairs, R + P, device=q.device, dtype=q.dtype)
@@ -273,17 +272,26 @@ def decode(
         N=N, BK=max(16, triton.next_power_of_2(N)), R=R, BR=BR, P=P, ROWS=ROWS, **early,
     )  # fmt: skip
     tiles = triton.cdiv(pairs, shape.BM)
-    grid = (_processors(q.device),) if shape.form == "hopper" else (tiles, 2 * SPLITS)
-    _attend(shape)[grid](
-        absorbed, pages, table, cursor, sums, tops, norms, factor, pages.stride(0), H, n,
-        KEY=pages.stride(1), R=R, P=P, PAGE=pages.shape[1],
-        UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, BM=shape.BM, BN=shape.BN,
-        num_warps=4 if shape.form == "hopper" else shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
+    spans: dict[str, Any] = {"UNIT": UNIT, "SPLITS": SPLITS, "LEAST": LEAST, "FAR": FAR}
+    hopper = shape.form == "hopper"
+    if hopper:
+        from k3_kernels.mla import decode_hopper_triton
+
+        decode_hopper_triton.attend_kernel[(_processors(q.device),)](
+            *decode_hopper_triton.descriptors(pages, absorbed, R, shape.BM, shape.BN),
+            table, cursor, sums, tops, norms, factor, pages.stride(0) // pages.stride(1), H, n,
+            R=R, P=P, PAGE=pages.shape[1], BM=shape.BM, BN=shape.BN, **spans, num_warps=4,
+        )  # fmt: skip
+    else:
+        attend_kernel[(tiles, 2 * SPLITS)](
+            absorbed, pages, table, cursor, sums, tops, norms, factor, pages.stride(0), H, n,
+            KEY=pages.stride(1), R=R, P=P, PAGE=pages.shape[1], BM=shape.BM, BN=shape.BN, **spans,
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
     wide = min(R, 256)
     combine_kernel[(pairs, R // wide)](
         sums, tops, norms, latent, cursor, factor, W, H,
-        R=R, BR=wide, UNIT=UNIT, SPLITS=SPLITS, LEAST=LEAST, FAR=FAR, num_warps=8, **early,
+        R=R, BR=wide, **spans, BS=min(32, SPLITS), SWAPPED=hopper, num_warps=1, **early,
     )  # fmt: skip
     project_kernel[(H, triton.cdiv(V, BV))](latent, w_uv, out, cursor, W, H, n, V=V, BV=BV, R=R, ROWS=ROWS, **early)
     return out

@@ -15,7 +15,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-SPLITS, LEAST = (decode_triton.SPLITS, decode_triton.LEAST) if CUDA else (8, 2)
+SPLITS, LEAST = (decode_triton.SPLITS, decode_triton.LEAST) if CUDA else (8, 1)
 STEP = decode_triton.UNIT * SPLITS * LEAST
 """The first position whose span is longer than its predecessor's."""
 SMALL = (5, 3, 10, 16, 32, 9, 64)
