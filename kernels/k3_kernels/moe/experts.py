@@ -7,7 +7,7 @@ from torch import Tensor
 
 from k3_kernels import select
 from k3_kernels.activation.reference import Activation
-from k3_kernels.moe import reference
+from k3_kernels.moe import hopper, reference
 from k3_kernels.moe.reference import MX_GROUP, Experts
 
 MOST_EXPERTS, MOST_ROWS = 4096, 16
@@ -97,6 +97,10 @@ def experts_window(
     """
     assert 0 <= n <= z.shape[0], (n, z.shape)
     if window_choice(z, experts).kernel:
+        if hopper.window_takes(z, ids.shape[1], experts):
+            from k3_kernels.moe import window_hopper_triton
+
+            return window_hopper_triton.experts_window(z, ids, weights, experts, act, cursor, n)
         from k3_kernels.moe import window_triton
 
         return window_triton.experts_window(z, ids, weights, experts, act, cursor, n)
@@ -112,6 +116,10 @@ def experts_grouped(z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, a
     another T may not. Returns [T, L] in z's dtype.
     """
     if grouped_choice(z, experts).kernel:
+        if hopper.grouped_takes(z, experts):
+            from k3_kernels.moe import grouped_hopper_triton
+
+            return grouped_hopper_triton.experts_grouped(z, ids, weights, experts, act)
         from k3_kernels.moe import grouped_triton
 
         return grouped_triton.experts_grouped(z, ids, weights, experts, act)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from k3_kernels.activation.math_triton import constants, gated
 from k3_kernels.activation.reference import Activation
@@ -275,8 +276,14 @@ def _down(
 
 
 @triton.jit
-def _combine(parts, weights, cursor, out, n, W: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BL: tl.constexpr):
-    """out[slot] = the k outputs of a row, weighted, in the order of its ids; idle slots get zeros."""
+def _combine(
+    parts, weights, cursor, out, n,
+    W: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[slot] = the k outputs of a row, weighted, in the order of its ids; idle slots get zeros. EARLY: launched
+    before the kernel before has ended."""
+    if EARLY:
+        gdc_wait()
     slot = tl.program_id(1)
     i = (slot - tl.load(cursor) % W + W) % W
     column = tl.program_id(0) * BL + tl.arange(0, BL)
@@ -338,5 +345,5 @@ def experts_window(
             L, F, inner_width, down_tile, R, packed, unroll, asm,
             num_warps=1, num_stages=1,
         )  # fmt: skip
-    _combine[(triton.cdiv(L, 256), W)](parts, weights, cursor, out, n, W, k, L, 256, num_warps=4)
+    _combine[(triton.cdiv(L, 256), W)](parts, weights, cursor, out, n, W, k, L, 256, False, num_warps=4)
     return out
