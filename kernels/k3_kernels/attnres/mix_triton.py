@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW, FEW_SOURCES, CHUNK = 16, 6, 512
+FEW, FEW_SOURCES, CHUNK, WIDTH = 16, 6, 512, 64
 
 
 @triton.jit
@@ -142,10 +142,10 @@ def _apply(
     M: tl.constexpr,
     D: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     row = tl.arange(0, 16)
     inside = column < D
     w = tl.load(weight + column, mask=inside, other=0.0)
@@ -176,6 +176,7 @@ def mix_norm(
     few: int = FEW,
     few_sources: int = FEW_SOURCES,
     chunk: int = CHUNK,
+    width: int = WIDTH,
     warps: int = 16,
 ) -> Tensor:
     """The kernel's form of `k3_kernels.attnres.mix_norm`, without the norm when there is no weight."""
@@ -188,9 +189,9 @@ def mix_norm(
             sources, sources.stride(0), sources.stride(1), query, out if add is None else add, grams,
             M, D, chunk, add is not None, num_warps=4,
         )  # fmt: skip
-        _apply[(T, chunks)](
+        _apply[(T, triton.cdiv(D, width))](
             sources, sources.stride(0), sources.stride(1), grams, weight, out, mix_eps, norm_eps,
-            M, D, chunks, chunk, num_warps=4,
+            M, D, chunks, width, num_warps=1,
         )  # fmt: skip
     elif T:
         BD = max(8, triton.next_power_of_2(D))

@@ -3,7 +3,8 @@
 bf16 rows times an fp32 gate run on the matrix units without losing a bit of any factor: the gate is split into three
 bf16 numbers, which hold 24 bits together, and the sums are fp32. For a window, `_scores` reads the gate once, one warp
 for 16 experts and a share of the columns; many rows use one library product. `_select` adds the parts of a score in a
-fixed order and picks the best expert k times; equal scores go to the lower id.
+fixed order and picks the best expert k times; equal scores go to the lower id. On a device a window's rows have eight
+warps for that (`select_gluon_triton`).
 """
 
 from __future__ import annotations
@@ -116,11 +117,17 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, 
     else:
         P, parts = _many(x, gate)
         stride_p, stride_t = E, parts.stride(0)
-    _select[(T,)](
-        parts, bias, ids, weights, stride_p, stride_t, scale,
-        E, top_k, P, renormalize, triton.next_power_of_2(E), max(2, triton.next_power_of_2(top_k)),
-        num_warps=1,
-    )  # fmt: skip
+    BE, BK = triton.next_power_of_2(E), max(2, triton.next_power_of_2(top_k))
+    if T <= WINDOW and x.is_cuda and BE >= 256:
+        from k3_kernels.moe import select_gluon_triton
+
+        select_gluon_triton.select[(T,)](
+            parts, bias, ids, weights, stride_p, stride_t, scale, E, top_k, P, renormalize, BE, BK, num_warps=8
+        )
+    else:
+        _select[(T,)](
+            parts, bias, ids, weights, stride_p, stride_t, scale, E, top_k, P, renormalize, BE, BK, num_warps=1
+        )
     return ids, weights
 
 

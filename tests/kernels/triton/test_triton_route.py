@@ -8,7 +8,7 @@ from k3_kernels.moe import reference, route_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
-SHAPES = [(0, 7, 70, 2), (3, 7, 70, 2), (9, 37, 70, 5), (21, 37, 70, 5)]
+SHAPES = [(0, 7, 70, 2), (3, 7, 70, 2), (9, 37, 70, 5), (21, 37, 70, 5), (2, 300, 70, 7)]
 
 
 def make(T, E, D, dtype):
@@ -45,11 +45,12 @@ def test_route(T, E, D, k, dtype, gate_dtype):
         assert torch.equal(alone[1][0], weights[T - 1])
 
 
-def test_ties_go_to_the_lower_id():
+@pytest.mark.parametrize("E", [40, 300])  # one warp; four, which find equal ones apart
+def test_ties_go_to_the_lower_id(E):
     x = torch.ones(2, 16, device=DEVICE)
-    gate = torch.zeros(40, 16, device=DEVICE)
+    gate = torch.zeros(E, 16, device=DEVICE)
     gate[[5, 30]] = 1.0
-    bias = torch.zeros(40, device=DEVICE)
+    bias = torch.zeros(E, device=DEVICE)
     bias[[0, 7]] = -3.0
     found = route_triton.route(x, gate, bias, 6, True, 1.0)
     settings = {"top_k": 6, "groups": 1, "top_groups": 1, "renormalize": True, "scale": 1.0}
