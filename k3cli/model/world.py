@@ -44,6 +44,9 @@ NCCL = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
+    # Sums are launched in one order on one stream, recorded or not, and need no guard: 2.5 of 9 microseconds each.
+    "NCCL_GRAPH_MIXING_SUPPORT": "0",
+    "NCCL_GRAPH_REGISTER": "0",
     # A rank that is lost ends a turn with a line that names it, not the process by an abort.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -83,10 +86,14 @@ class World:
             self.settled(JOINING)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of every rank's `part` (one shape and dtype, fp32 or bf16), the same bits on each."""
+        """The sum of every rank's `part` (one shape and dtype, fp32 or bf16), the same bits on each; `part` is nobody's
+        afterwards."""
         if self.apart:
             return part
         part = part.contiguous()
+        if self.size == 2 and part.is_cuda:  # a + b is b + a: there is one order, and one rounding
+            dist.all_reduce(part, group=self.group)
+            return part
         if self.size == 2 or part.nbytes < SPLIT:
             parts = part.new_empty(self.size, *part.shape)
             _gather_all(parts.view(-1), part.view(-1), group=self.group)
