@@ -60,7 +60,7 @@ def as_k3_error(problem: Exception) -> K3Error | None:
         return kind(problem.found, problem.expected, problem.do)
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
         return FitError(
-            "memory ran out", do="try a smaller --max-tokens or a smaller model; `k3 doctor` shows what fits"
+            "memory ran out", do="free some, or use a smaller model or a shorter session; `k3 doctor` shows what fits"
         )
     if _refused_memory(problem):
         return FitError(

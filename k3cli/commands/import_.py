@@ -25,8 +25,8 @@ def command(
 
     printer = Printer(json=json)
     report = open_store(load_settings()).import_(file, name)
-    known = human_bytes(max(0, report.bytes - report.written))
+    known = f", {human_bytes(report.known)} known already" if report.known else ""
     printer.line(report.name)
-    printer.notice(f"imported session {report.name}: {human_bytes(report.written)} written, {known} known already")
+    printer.notice(f"imported session {report.name}: {human_bytes(report.written)} written{known}")
     printer.event("imported", **asdict(report))
     printer.done(name=report.name)

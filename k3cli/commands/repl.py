@@ -49,7 +49,7 @@ class Repl:
         self.fresh_name = fresh_name
         self.printer = printer
         self.sampling = sampling
-        self.leaving = False
+        self.leaving = self.hurried = False
         self._warned = False
         self._commands: dict[str, Callable[[str], None]] = {
             "help": self._help,
@@ -132,7 +132,12 @@ class Repl:
             show(event, self.printer)
 
     def _quit(self, _argument: str) -> None:
-        settle(self.conversation, self.printer)
+        try:
+            settle(self.conversation, self.printer)
+        except KeyboardInterrupt:
+            self.printer.notice("left while the last turn was being saved: the session has it whole, or not at all")
+            self.leaving = self.hurried = True
+            return
         if self.conversation.queued and not self._warned:
             self._warned = True
             self.printer.notice(
@@ -192,6 +197,8 @@ def _leave(chat: Repl, printer: Printer) -> None:
     exit_on_signals()  # again, where one signal is why we leave: the wait must have a way out
     wait = True
     try:
+        if chat.hurried:
+            raise EndRun(Exit.INTERRUPTED)
         settle(chat.conversation, printer)
     except (EndRun, KeyboardInterrupt):
         wait = False

@@ -80,7 +80,7 @@ def resume(
         newest = store.session(name).head
         turn_id = at or newest
         if turn_id != newest and all(turn.id != turn_id for turn in store.log(name)):
-            raise SessionError(f"session {name} has no turn {turn_id[:12]}", do=f"`k3 log {name}` lists them")
+            raise SessionError(f"session {name} has no turn {turn_id[:10]}", do=f"`k3 log {name}` lists them")
         restored = restore_turn(engine, store, turn_id, require_cached=require_cached, emit=emit, cancel=cancel)
         saver = Saver(store, writer)
         if turn_id != newest:
@@ -176,7 +176,7 @@ def move_notice(name: str, turn_id: str) -> ev.Notice:
     """Said when a session goes on from an older turn: what will happen to the newer ones, and how to keep them."""
     return ev.Notice(
         "older-turn",
-        f"going on from turn {turn_id[:12]}: the turns after it leave session {name} when the next turn is saved "
+        f"going on from turn {turn_id[:10]}: the turns after it leave session {name} when the next turn is saved "
         f"(`k3 fork {name}` before that keeps them under another name)",
     )
 

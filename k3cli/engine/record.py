@@ -38,14 +38,14 @@ def meta_of(turn: Turn) -> Mapping[str, Any]:
     meta = turn.meta
     if meta.get("v") != VERSION:
         raise DamagedError(
-            f"turn {turn.id[:12]} has a record of version {meta.get('v')!r}",
+            f"turn {turn.id[:10]} has a record of version {meta.get('v')!r}",
             f"version {VERSION}",
             "use the version of k3 that wrote it",
         )
     missing = [key for key in ("kind", "prompt", "schedule", "sampling", "close", "context") if key not in meta]
     if missing or not 0 <= meta["prompt"] <= len(turn.tokens):
         what = f"lacks {', '.join(missing)}" if missing else f"has a prompt of {meta['prompt']} ids"
-        raise DamagedError(f"the record of turn {turn.id[:12]} {what}", "a whole record", "run `k3 verify`")
+        raise DamagedError(f"the record of turn {turn.id[:10]} {what}", "a whole record", "run `k3 verify`")
     return meta
 
 
@@ -56,7 +56,7 @@ def recorded_schedule(turns: Sequence[Turn], start: int, stop: int) -> Schedule:
         part = Schedule.from_json(whole.stop, meta_of(turn)["schedule"])
         if part.stop != turn.position:
             raise DamagedError(
-                f"the schedule of turn {turn.id[:12]} ends at {part.stop}",
+                f"the schedule of turn {turn.id[:10]} ends at {part.stop}",
                 f"its position {turn.position}",
                 "run `k3 verify`",
             )

@@ -55,7 +55,7 @@ def restore_turn(
         raise _with_offer(turn_id, plan, plan.damaged)
     if plan.boundary < plan.target and require_cached:
         raise SessionError(
-            f"turn {turn_id[:12]} can't be restored without evaluating {plan.target - plan.boundary} old tokens again "
+            f"turn {turn_id[:10]} can't be restored without evaluating {plan.target - plan.boundary} old tokens again "
             f"({plan.reason})",
             "a kept checkpoint, because --require-cached was given",
             "resume without it, or go on from another turn (`k3 log` shows which keep one)",
@@ -73,7 +73,7 @@ def restore_turn(
         emit(
             Notice(
                 "replaying",
-                f"turn {turn_id[:12]} keeps no state of its own ({plan.reason}): evaluating "
+                f"turn {turn_id[:10]} keeps no state of its own ({plan.reason}): evaluating "
                 f"{plan.target - plan.boundary} of {plan.target} tokens again as recorded",
             )
         )
@@ -96,7 +96,7 @@ def _with_offer(turn_id: str, plan: RestorePlan, what: str) -> DamagedError:
     """The damage, with the nearest good boundary and its cost: `plan` goes around what is damaged."""
     where = f"the joint boundary at {plan.boundary}" if plan.boundary else "the beginning"
     return DamagedError(
-        f"the state of turn {turn_id[:12]} can't be restored: {what}",
+        f"the state of turn {turn_id[:10]} can't be restored: {what}",
         "the bytes that were written",
         f"`k3 repair` sets what is damaged aside; the turn then resumes from {where}, evaluating "
         f"{plan.target - plan.boundary} tokens again",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from k3_sessions.errors import BadDraft, StoreError
@@ -60,13 +60,15 @@ class Saver:
         self._held: list[tuple[TurnDraft, Snapshot]] = []
         self._last: Snapshot | None = None
         self._thread: Thread | None = None
+        # Not the thread's own end: a Ctrl-C in `join` makes some versions of Python call a running thread dead.
+        self._ended = Event()
         self._result: SaveResult | None = None
         self._known = 0
 
     @property
     def running(self) -> bool:
         """A save is under way: nothing of it may be called durable yet."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._ended.is_set()
 
     @property
     def queued(self) -> int:
@@ -84,6 +86,7 @@ class Saver:
         if drafts:
             self._last = drafts[-1][1]
         # A daemon: leaving without waiting is a crash to the store, which is made for that.
+        self._ended.clear()
         thread = Thread(target=self._work, args=(len(drafts) > 1,), name="k3-save", daemon=True)
         thread.start()
         self._thread = thread
@@ -92,8 +95,7 @@ class Saver:
         """The result of the save under way, waited for; None when there is none, or not within `timeout` seconds."""
         if self._thread is None:
             return None
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout):
             return None
         self._thread = None
         assert self._result is not None
@@ -108,7 +110,7 @@ class Saver:
     def close(self, *, wait: bool = True) -> None:
         """Give the session back, after the save under way; without waiting, the lock ends with the process."""
         if wait and self._thread is not None:
-            self._thread.join()
+            self._ended.wait()
         if not self.running:
             self.writer.close()
 
@@ -120,6 +122,8 @@ class Saver:
             self._result = result
         except BaseException as error:  # the thread that asked raises it
             self._result = SaveResult(None, error)
+        finally:
+            self._ended.set()
 
     def _store_all(self) -> SaveResult:
         report: CommitReport | None = None

@@ -138,9 +138,9 @@ class Catalog:
             child = turns[-1]
             turns.append(self.turn(parent))
             if turns[-1].total != child.start or turns[-1].root != child.root or turns[-1].position > child.position:
-                raise Damaged(f"turn {child.id[:12]} does not continue its parent", do=REPAIR, object=path_of(child.id))
+                raise Damaged(f"turn {child.id[:10]} does not continue its parent", do=REPAIR, object=path_of(child.id))
         if turns[-1].start != 0:
-            raise Damaged(f"turn {turns[-1].id[:12]} has no parent", do=REPAIR, object=path_of(turns[-1].id))
+            raise Damaged(f"turn {turns[-1].id[:10]} has no parent", do=REPAIR, object=path_of(turns[-1].id))
         return turns[::-1]
 
     def pages(self, path: Sequence[TurnRecord]) -> list[Page]:
@@ -153,10 +153,10 @@ class Catalog:
         end = 0
         for page in pages:
             if page.start != end or page.stop <= page.start:
-                raise Damaged(f"turn {path[-1].id[:12]} has a gap at {end}", do=REPAIR, object=path_of(path[-1].id))
+                raise Damaged(f"turn {path[-1].id[:10]} has a gap at {end}", do=REPAIR, object=path_of(path[-1].id))
             end = page.stop
         if path and path[-1].checkpoint and end != path[-1].position:
-            raise Damaged(f"turn {path[-1].id[:12]} has pages to {end}", do=REPAIR, object=path_of(path[-1].id))
+            raise Damaged(f"turn {path[-1].id[:10]} has pages to {end}", do=REPAIR, object=path_of(path[-1].id))
         return pages
 
     @staticmethod

@@ -136,10 +136,10 @@ def _inspect_boundary(blobs: Blobs, findings: Findings, ref: Ref, root: Root, en
     digest = PrefixDigest(seed, catalog.tokens(path))
     at = (turn.position, digest.at(turn.position))
     if at != (entry.position, entry.prefix) or at[1] != turn.prefix:
-        raise Damaged(f"turn {turn.id[:12]} does not describe its own tokens", object=path_of(turn.id))
+        raise Damaged(f"turn {turn.id[:10]} does not describe its own tokens", object=path_of(turn.id))
     groups = groups_of(root.layout)
     if len(groups) != len(turn.checkpoint):
-        raise Damaged(f"turn {turn.id[:12]} lacks checkpoint objects", object=path_of(turn.id))
+        raise Damaged(f"turn {turn.id[:10]} lacks checkpoint objects", object=path_of(turn.id))
 
     def check(blob: Blob, kind: Kind, scope: str, claims: Mapping[str, object]) -> None:
         read_state(blobs, blob, kind, fields_of(root.layout, scope), claims, None)

@@ -47,11 +47,14 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """One imported session. bytes: of the file. written: bytes of objects that were new to this store."""
+    """One imported session. bytes: of the file. written: bytes of objects that were new to this store; known: of those
+    that were there already.
+    """
 
     name: str
     bytes: int
     written: int
+    known: int
     objects: int
 
 
@@ -158,7 +161,8 @@ def import_(store: Store, file: str | os.PathLike[str], name: str | None) -> Imp
         except BaseException:
             _take_back(store, written)
             raise
-    return ImportReport(new, info.size, batch.written, len(objects))
+    known = sum(length for _, length in objects) - batch.written
+    return ImportReport(new, info.size, batch.written, known, len(objects))
 
 
 def _read_head(line: bytes, file: str) -> tuple[Ref, list[tuple[str, int]]]:
@@ -191,7 +195,7 @@ def _copy(
             data = folder.read(name, at, length)
         digest.update(data)
         if hashlib.sha256(data).hexdigest() != key:
-            raise Damaged(f"{name}: object {key[:12]} does not match its hash", do="copy the file again", object=name)
+            raise Damaged(f"{name}: object {key[:10]} does not match its hash", do="copy the file again", object=name)
         _, new = store.blobs.put([data], batch)
         if new:
             written.append(key)
@@ -206,11 +210,11 @@ def _check_whole(store: Store, ref: Ref, objects: set[str], file: str) -> None:
     store.catalog.root(ref.root)
     missing = set(store.catalog.need(ref).all()) - objects
     if missing:
-        raise Damaged(f"{file} lacks object {min(missing)[:12]}", do="export the session again", object=file)
+        raise Damaged(f"{file} lacks object {min(missing)[:10]}", do="export the session again", object=file)
     for entry in ref.keep:
         turn = store.catalog.turn(entry.turn)
         if (turn.position, turn.prefix) != (entry.position, entry.prefix):
-            raise Damaged(f"{file} misstates turn {turn.id[:12]}", do="export the session again", object=file)
+            raise Damaged(f"{file} misstates turn {turn.id[:10]}", do="export the session again", object=file)
 
 
 def _take_back(store: Store, written: list[str]) -> None:

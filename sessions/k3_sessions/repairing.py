@@ -263,7 +263,7 @@ def _orphans(store: Store, findings: Findings, refs: Sequence[Ref]) -> list[Ref]
                 found[key] = turns[-1]
     parents = {turn.parent for turn in found.values()}
     ends = sorted(set(found) - parents)
-    return [_ref_at(store, findings, f"recovered-{key[:12]}", findings.catalog.path(key)) for key in ends]
+    return [_ref_at(store, findings, f"recovered-{key[:10]}", findings.catalog.path(key)) for key in ends]
 
 
 def _is_turn(store: Store, path: str) -> bool:

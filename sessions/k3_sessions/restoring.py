@@ -46,8 +46,8 @@ def plan(store: Store, turn: TurnRecord, identity: Identity, layout: StateLayout
     """See Store.plan."""
     target = turn.position if upto is None else upto
     if not 0 <= target <= turn.position:
-        raise BadDraft(f"position {target} of turn {turn.id[:12]}", f"0 to {turn.position}")
-    check_root(store.catalog.root(turn.root), identity, layout, f"turn {turn.id[:12]}")
+        raise BadDraft(f"position {target} of turn {turn.id[:10]}", f"0 to {turn.position}")
+    check_root(store.catalog.root(turn.root), identity, layout, f"turn {turn.id[:10]}")
     path = store.catalog.path(turn.id)
     tokens = store.catalog.tokens(path)
     kept = store.catalog.kept()
@@ -65,7 +65,7 @@ def plan(store: Store, turn: TurnRecord, identity: Identity, layout: StateLayout
         blobs = [page.blob for page in pages] + list(candidate.checkpoint)
         wrong = next(((blob, what) for blob in blobs if (what := store.blobs.check(blob))), None)
         if wrong is not None:
-            reasons.append(f"object {wrong[0].id[:12]} of the checkpoint at {candidate.position} {wrong[1]}")
+            reasons.append(f"object {wrong[0].id[:10]} of the checkpoint at {candidate.position} {wrong[1]}")
             damaged = damaged or f"{path_of(wrong[0].id)} {wrong[1]}"
             continue
         return RestorePlan(
@@ -128,9 +128,9 @@ def reading(store: Store, plan: RestorePlan, identity: Identity, layout: StateLa
         path = store.catalog.path(plan.turn)
         turn = path[-1]
         root = store.catalog.root(turn.root)
-        check_root(root, identity, layout, f"turn {turn.id[:12]}")
+        check_root(root, identity, layout, f"turn {turn.id[:10]}")
         if turn.position != plan.boundary:
-            raise BadDraft(f"a plan for position {plan.boundary} of turn {turn.id[:12]}", str(turn.position))
+            raise BadDraft(f"a plan for position {plan.boundary} of turn {turn.id[:10]}", str(turn.position))
         seed = identity_digest(root.identity)
         digest = PrefixDigest(seed, store.catalog.tokens(path))
         pages = store.catalog.pages(path)
@@ -140,7 +140,7 @@ def reading(store: Store, plan: RestorePlan, identity: Identity, layout: StateLa
             # Missing objects are no damage if, meanwhile, the last session that kept them let go.
             if turn.id not in store.catalog.kept():
                 raise SessionChanged(
-                    f"the checkpoint of turn {turn.id[:12]} was dropped by another process", do="plan the restore again"
+                    f"the checkpoint of turn {turn.id[:10]} was dropped by another process", do="plan the restore again"
                 ) from None
             raise
 
@@ -183,11 +183,11 @@ def _pieces(
 ) -> list[Piece]:
     at = (turn.position, digest.at(turn.position))
     if at[1] != turn.prefix:
-        raise Damaged(f"turn {turn.id[:12]} does not describe its own tokens", object=turn.id)
+        raise Damaged(f"turn {turn.id[:10]} does not describe its own tokens", object=turn.id)
     groups = groups_of(layout)
     if len(groups) != len(turn.checkpoint):
         raise Damaged(
-            f"turn {turn.id[:12]} has {len(turn.checkpoint)} checkpoint objects", str(len(groups)), object=turn.id
+            f"turn {turn.id[:10]} has {len(turn.checkpoint)} checkpoint objects", str(len(groups)), object=turn.id
         )
     pieces: list[Piece] = []
     kept = {f.name: f for f in fields_of(layout, "checkpoint")}

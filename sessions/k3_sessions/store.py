@@ -304,7 +304,7 @@ class Store(Locks):
         while current != head:
             if current is None:
                 raise SessionMissing(
-                    f"session {ref.name} has no turn {head[:12]}", do=f"`k3 log {ref.name}` lists them"
+                    f"session {ref.name} has no turn {head[:10]}", do=f"`k3 log {ref.name}` lists them"
                 )
             later.add(current)
             current = self.catalog.turn(current).parent
@@ -339,7 +339,7 @@ class Store(Locks):
         with self.changing_refs():
             ref = self.catalog.ref(name)
             if turn_id not in {turn.id for turn in self.catalog.path(ref.head)}:
-                raise SessionMissing(f"session {name} has no turn {turn_id[:12]}", do=f"`k3 log {name}` lists them")
+                raise SessionMissing(f"session {name} has no turn {turn_id[:10]}", do=f"`k3 log {name}` lists them")
             ref = replace(ref, marks={**ref.marks, label: turn_id}, updated=now())
             self.save_ref(ref)
         return self.catalog.session(ref)

@@ -137,7 +137,7 @@ class SessionWriter:
         numbers = {turn.id: number for number, turn in enumerate(self._path)}
         if turn_id not in numbers:
             raise SessionMissing(
-                f"session {self.name} has no turn {turn_id[:12]}", do=f"`k3 log {self.name}` lists them"
+                f"session {self.name} has no turn {turn_id[:10]}", do=f"`k3 log {self.name}` lists them"
             )
         self._adopt_attempt()
         self._path = self._path[: numbers[turn_id] + 1]
@@ -277,13 +277,13 @@ class SessionWriter:
             return parent, max(plan.boundary, 0)
         path = self._store.catalog.path(plan.turn)
         origin = path[-1]
-        check_identity(self._store.catalog.root(origin.root).identity, self._identity, f"turn {origin.id[:12]}")
+        check_identity(self._store.catalog.root(origin.root).identity, self._identity, f"turn {origin.id[:10]}")
         if (
             plan.boundary != origin.position
             or plan.boundary > len(digest.ids)
             or digest.at(plan.boundary) != origin.prefix
         ):
-            raise BadDraft(f"state restored from turn {origin.id[:12]}", "a turn whose tokens begin this session")
+            raise BadDraft(f"state restored from turn {origin.id[:10]}", "a turn whose tokens begin this session")
         return self._store.catalog.pages(path), plan.boundary
 
     def _store_state(

@@ -56,6 +56,43 @@ def test_a_signal_at_the_prompt_waits_for_the_save(terminal, k3) -> None:
     assert turns(k3) == 1
 
 
+def test_ctrl_c_while_quit_waits_for_a_save_leaves_without_it(terminal, k3) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    chat = terminal("resume", "a", env={"SLOW_DISK": "4"})
+    chat.expect("k3>")
+    chat.send("hello\r")
+    chat.expect("You said: hello")
+    chat.expect("k3>")
+    chat.send("/quit\r")
+    chat.expect("waiting until the last turn is on disk")
+    begun = time.monotonic()
+    chat.send("\x03")
+    assert chat.close() == 130
+    assert time.monotonic() - begun < 8, "the three syncs of the save alone take 12 s"
+    # The turn in flight is whole or absent, and the session goes on.
+    assert turns(k3) in (1, 2)
+    assert k3("verify").code == 0
+    assert k3("resume", "a", "-p", "two").out == "You said: two\n"
+    assert k3("replay", "a").code == 0
+
+
+def test_ctrl_c_while_save_waits_comes_back_to_the_prompt(terminal, k3) -> None:
+    chat = terminal("chat", "-s", "a", env={"SLOW_DISK": "1.5"})
+    chat.expect("k3>")
+    chat.send("hello\r")
+    chat.expect("You said: hello")
+    chat.expect("k3>")
+    chat.send("/save\r")
+    chat.expect("waiting until the last turn is on disk")
+    chat.send("\x03")
+    chat.expect("k3>")
+    assert turns(k3) == 0
+    chat.expect(SAVED)
+    chat.send("/quit\r")
+    assert chat.close() == 0
+    assert turns(k3) == 1
+
+
 def test_a_second_signal_does_not_wait(terminal, k3) -> None:
     k3("chat", "-s", "a", "-p", "one")
     chat = terminal("resume", "a", env={"SLOW_DISK": "4"})

@@ -200,7 +200,7 @@ def test_power_off_during_a_repair(ill):
             store.repair()
             assert store.verify().problems == ()
             found = {session.name: [turn.id for turn in store.log(session.name)] for session in store.sessions()}
-            assert found.pop(f"recovered-{logs['d'][2][:12]}") == logs["d"]
+            assert found.pop(f"recovered-{logs['d'][2][:10]}") == logs["d"]
             assert found == {"a": logs["a"][:2], "b": logs["b"], "c": logs["c"]}
             store.close()
         if finished:

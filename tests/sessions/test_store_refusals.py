@@ -207,7 +207,7 @@ def test_after_damage_the_nearest_good_boundary_is_offered_with_its_cost(copy):
     assert caught.value.object == path_of(bad)
     plan = store.plan(turns[-1].id, IDENTITY, LAYOUT)
     assert (plan.boundary, len(plan.replay)) == (turns[1].position, turns[2].position - turns[1].position)
-    assert bad[:12] in plan.reason
+    assert bad[:10] in plan.reason
     assert plan.damaged == f"{path_of(bad)} does not match its hash"
     assert not store.plan(turns[1].id, IDENTITY, LAYOUT).damaged
     # As soon as nobody keeps that checkpoint, going around it is no news of damage any more.
@@ -260,7 +260,7 @@ def test_repair_rebuilds_a_session_whose_ref_is_unreadable(copy, cut):
     assert dataclasses.replace(foretold, dry_run=False) == done
     assert [s.error for s in store.sessions()] == [""]
     (name,) = done.recovered
-    assert name == ("a" if cut is None else f"recovered-{turns[-1].id[:12]}")
+    assert name == ("a" if cut is None else f"recovered-{turns[-1].id[:10]}")
     assert len(done.lost) == (cut is not None)
     assert store.session(name).head == turns[-1].id
     check(restore(store, turns[-1]), tokens)

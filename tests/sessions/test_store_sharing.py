@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import os
 
 import pytest
-from k3_sessions import Store
+from k3_sessions import Store, portable
 from k3_sessions.errors import BadDraft, BadName, Damaged, IdentityMismatch, SessionExists
 from k3_sessions.identity import PrefixDigest, chain, identity_digest
 from k3_sessions.upkeep import files
@@ -125,6 +127,36 @@ def test_export_and_import_carry_a_session_to_another_store(store, tmp_path):
     with pytest.raises(IdentityMismatch):
         other.plan(turns[-1].id, dataclasses.replace(IDENTITY, weights="sha256:x"), LAYOUT)
     assert other.tokens(turns[-1].id).tolist() == tokens
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_appears_while_an_export_is_written_stays(store, tmp_path, monkeypatch, links):
+    grow(store, "a", [5])
+    target = tmp_path / "f"
+    write_all = portable._write_all
+
+    def meanwhile(*args):
+        done = write_all(*args)
+        target.write_bytes(b"precious")
+        return done
+
+    def without_links(*args, **options):
+        raise OSError(errno.EPERM, "no links here")
+
+    with monkeypatch.context() as patch:
+        if not links:
+            patch.setattr(os, "link", without_links)
+        patch.setattr(portable, "_write_all", meanwhile)
+        with pytest.raises(BadName, match="exists"):
+            store.export("a", target)
+        patch.setattr(portable, "_write_all", write_all)
+        assert target.read_bytes() == b"precious"
+        assert not list(tmp_path.glob(".tmp-*"))
+        target.unlink()
+        store.export("a", target)
+    first = Store.open(tmp_path / "other", config=CONFIG).import_(target)
+    again = store.import_(target, "copy")
+    assert (first.known, again.written, again.known) == (0, 0, first.written)
 
 
 def test_an_export_never_replaces_a_file(store, tmp_path):
