@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,6 +128,45 @@ def test_load_is_all_or_nothing(model: K3Model, damage: str):
     assert after.position == before.position
     assert all(np.array_equal(after.fields[name], before.fields[name]) for name in before.fields)
     assert all(np.array_equal(after.rows[name], before.rows[name]) for name in before.rows)
+
+
+@dataclass
+class Streamed(Stored):
+    """What a store hands over while it is still reading: the checkpoint in parts, and at the end perhaps damage."""
+
+    broken_from: int = 1 << 30
+
+    def checkpoint_parts(self) -> Iterator[tuple[str, int, np.ndarray]]:
+        for name, array in self.fields.items():
+            for first in range(len(array)):
+                yield name, first, array[first : first + 1]
+
+    def page_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        if stop > self.broken_from:
+            raise DamagedError("the last page")
+        return super().page_rows(name, start, stop)
+
+
+def test_a_streamed_state_is_taken_over_whole_or_not_at_all(model: K3Model):
+    state, other = model.new_state(), model.new_state()
+    model.prefill(torch.arange(20), state)
+    model.prefill((torch.arange(1100) + 5) % model.config.vocab, other)
+    source = stored(other)
+    before, free = stored(state), model.pool.free
+    for broken_from in (1050, 3):
+        with pytest.raises(DamagedError, match="last page"):
+            state.load(Streamed(source.position, source.fields, source.rows, broken_from))
+        parts = dict(source.fields)
+        parts["recurrent"] = parts["recurrent"][:-1]
+        with pytest.raises(DamagedError, match="layers"):
+            state.load(Streamed(source.position, parts, source.rows))
+        assert model.pool.free == free
+        assert stored(state).position == before.position
+        assert all(np.array_equal(stored(state).fields[name], before.fields[name]) for name in before.fields)
+    state.load(Streamed(source.position, source.fields, source.rows))
+    after = stored(state)
+    assert all(np.array_equal(after.fields[name], source.fields[name]) for name in source.fields)
+    assert all(np.array_equal(after.rows[name], source.rows[name]) for name in source.rows)
 
 
 def test_forks_share_everything_until_they_write(model: K3Model):
