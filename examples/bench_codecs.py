@@ -20,6 +20,7 @@ import numpy as np
 import zstandard
 from bench_store import MIB, RandomState
 from k3_sessions import codec
+from k3_sessions.source import Memory
 
 
 def codecs(state_file: Path | None) -> None:
@@ -68,7 +69,7 @@ def coders(array: np.ndarray) -> Iterator[Coder]:
         return [b"".join(parts)]
 
     def merge(parts: list[bytes]) -> None:
-        codec.decode(memoryview(parts[0]), table, np.empty_like(array))
+        codec.decode(Memory(memoryview(parts[0])), table, np.empty_like(array))
 
     yield "byte planes, zstd 1 (store)", planes, merge
     try:

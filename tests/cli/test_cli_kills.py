@@ -8,14 +8,20 @@ import json
 import os
 import random
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.cli.conftest import TerminalSession
 
 LONG = os.environ.get("K3_LONG") == "1"
 HERE = Path(__file__).resolve().parent
@@ -251,3 +257,44 @@ def test_prompts_die_anywhere(k3: Killer, tmp_path: Path) -> None:
     assert k3.turns(home, "a")[-2] == last
     k3.good(home, "gc")
     k3.good(home, "verify")
+
+
+@pytest.mark.skipif(not LONG, reason="K3_LONG=1 runs it: ten chats with the shipped model")
+def test_a_chat_of_the_shipped_model_dies_anywhere(process_env: dict[str, str]) -> None:
+    rng = random.Random(11)
+    acknowledged: list[str] = []
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "k3cli", *args]
+        return subprocess.run(command, env=process_env, capture_output=True, text=True)
+
+    for number in range(10):
+        chat = TerminalSession(["-m", "k3cli", "chat", "-s", "a"], process_env)
+        seen, looked, end = "", 0, time.monotonic() + rng.uniform(8, 30)
+        while (left := end - time.monotonic()) > 0:
+            if not select.select([chat.fd], [], [], min(left, 0.05))[0]:
+                continue
+            seen += os.read(chat.fd, 65536).decode(errors="replace")
+            if "\x1b[6n" in seen:
+                seen, looked = seen.replace("\x1b[6n", ""), looked - seen.count("\x1b[6n") * 4
+                chat.send("\x1b[1;1R")
+            if "k3>" in seen[looked:]:
+                looked = len(seen)
+                chat.send(f"Remember: the port is {number}.\r")
+        os.kill(chat.pid, signal.SIGKILL)
+        # What the terminal still holds was told, too.
+        with suppress(OSError):
+            while select.select([chat.fd], [], [], 0.1)[0] and (more := os.read(chat.fd, 65536)):
+                seen += more.decode(errors="replace")
+        chat.wait()
+        os.close(chat.fd)
+        acknowledged += re.findall(r"saved a turn ([0-9a-f]{10})", seen)
+        assert "error" not in seen
+        listed = [json.loads(line) for line in run("log", "a", "--json").stdout.splitlines()]
+        ids = [event["id"] for event in listed if event["type"] == "turn"]
+        assert all(any(turn.startswith(told) for turn in ids) for told in acknowledged)
+        assert run("verify").returncode == 0
+    assert acknowledged
+    assert run("resume", "a", "-p", "Which port?").returncode == 0
+    assert run("replay", "a").returncode == 0
+    assert run("gc").returncode == 0
