@@ -7,6 +7,7 @@ import pytest
 import torch
 from k3_kernels import moe
 from k3_kernels.activation import Situ, Swiglu
+from k3_kernels.moe import hopper as hopper_sizes
 from k3_kernels.moe.tiles import tiles
 from k3_kernels.ops import error, experts_definition
 
@@ -86,7 +87,8 @@ def test_hopper_bits_depend_on_the_row_alone():
         assert torch.equal(window(rows, experts, SITU, 16 + row, 1)[0], together[row])
     later = tuple(t.roll(2, 0) for t in rows)
     assert torch.equal(window(later, experts, SITU, 18, 3), together[:3])
-    assert torch.equal(window(rows, experts, SITU, 16, 8), together)
+    cursor = torch.tensor([16, 0, 0, 0], device="cuda")
+    assert torch.equal(moe.experts_window(z, ids, weights, experts, SITU, cursor, 8), together)
 
 
 @hopper
@@ -128,7 +130,7 @@ def test_hopper_grouped(T, shape, act):
     some = slice(0, None, max(1, T // 97))
     want = definition([t[some] for t in rows], experts, act)
     assert error(found[some].cpu(), want) <= 2e-2
-    assert torch.equal(grouped_hopper_triton.experts_grouped(*rows, experts, act), found)
+    assert torch.equal(moe.experts_grouped(*rows, experts, act), found)
 
 
 @pytest.mark.parametrize(
@@ -148,3 +150,10 @@ def test_tiles_hold_every_pair_once(T, E, k, heights):
             assert (ids.flatten()[order[first:end]] == expert).all()
             seen += range(first, end)
     assert sorted(seen) == list(range(T * k))
+
+
+def test_rings_fit_or_are_refused():
+    assert hopper_sizes.rings(8, 3584, gated=True) == (4, 1)
+    assert hopper_sizes.rings(8, 3072, gated=False) == (4, 2)
+    assert hopper_sizes.rings(16, 3072, gated=False) == (4, 1)  # no room for the rows of two experts
+    assert hopper_sizes.rings(16, 7168, gated=True) is None
