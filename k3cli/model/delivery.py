@@ -6,6 +6,7 @@ On a GPU a batch is copied there as it is; cutting, handing round (NCCL) and cha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -20,6 +21,8 @@ from k3cli.model.slices import Slices
 from k3cli.model.staging import ALIGN, Staged, Staging
 from k3cli.model.world import World, is_lost
 
+PATIENCE = 300.0
+"""Seconds that a rank may take to read its part of a batch before it counts as hung."""
 FAILED = -1
 """What a rank that can't go on says instead of how much it has read."""
 
@@ -38,7 +41,7 @@ class Ring(Protocol):
 
 
 class WorldRing:
-    """`Ring` over a world. Ranks wait for each other without limit, since disks may be slow, before they hand round."""
+    """`Ring` over a world. Ranks wait long for each other, since disks may be slow, before they hand round."""
 
     def __init__(self, world: World) -> None:
         self.rank, self.size, self._world = world.rank, world.size, world
@@ -46,7 +49,10 @@ class WorldRing:
     def counts(self, done: int) -> list[int]:
         self._world.settled()  # what was handed round before has arrived, or a rank is gone
         found = torch.empty(self.size, 1, dtype=torch.int64)
-        dist.all_gather(list(found.unbind(0)), torch.tensor([done]), group=self._world.control)
+        mine = torch.tensor([done])
+        work = dist.all_gather(list(found.unbind(0)), mine, group=self._world.control, async_op=True)
+        if work is not None:
+            work.wait(timedelta(seconds=PATIENCE))
         return [int(count) for count in found.view(-1)]
 
     def swap(self, send: Tensor, to: Sequence[int], found: Tensor, taken: Sequence[int]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +17,19 @@ import torch
 from safetensors.torch import load_file
 
 from k3cli.config import K3_SHAPE
-from k3cli.errors import ModelError
-from k3cli.model import staging
+from k3cli.errors import K3Error, ModelError
+from k3cli.model import delivery, staging
 from k3cli.model.blocks import Sinks, Weights
 from k3cli.model.checkpoint import PREFIX, Shard, open_checkpoint
 from k3cli.model.config import ModelConfig
 from k3cli.model.delivery import Delivery, OthersFailedError
 from k3cli.model.parallel import part, worlds
+from k3cli.model.ranks import load_ranks
 from k3cli.model.reading import batches, hashers, staging_bytes, total_bytes
 from k3cli.model.slices import Slices
 from k3cli.model.staging import Staging
 
+LONG = pytest.mark.skipif(os.environ.get("K3_LONG") != "1", reason="slow: K3_LONG=1")
 SMALL = 20_000
 """Bytes of a batch: the checkpoints of these tests take many."""
 
@@ -183,6 +188,46 @@ def test_a_file_that_shrinks_stops_every_rank(
     assert reasons
     assert all(f"{victim.name} ended inside tensor" in str(reason) for reason in reasons)
     assert sum(isinstance(rank.error, OthersFailedError) for rank in ranks) == 4 - len(reasons)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (signal.SIGKILL, "rank 1 was ended by signal 9"),
+        pytest.param(signal.SIGSTOP, "rank 1 has not answered", marks=LONG),
+    ],
+)
+def test_a_rank_lost_while_loading_is_named(
+    split_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, how: int, said: str
+):
+    """It goes when this process reads its first bytes."""
+    gone: list[int] = []
+
+    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if not gone:
+            gone.extend(children())
+            os.kill(gone[0], how)
+            time.sleep(0.5)
+        return os.preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(staging, "read_at", read)
+    monkeypatch.setattr(staging, "READERS", 1)
+    monkeypatch.setattr(delivery, "PATIENCE", 2.0)
+    config = ModelConfig.from_dir(split_folders["k3"])
+    with pytest.raises(K3Error, match=said):
+        load_ranks(split_folders["k3"], config, ["cpu"] * 2, device="cpu", dtype="float32", window=8)
+    assert len(gone) == 1
+    assert children() == []
+
+
+def children() -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(folder.name))
+    return found
 
 
 def test_staging_of_k3_stays_under_4_gib_in_every_world():
