@@ -23,7 +23,8 @@ from k3cli.model.blocks import Sinks, Weights
 from k3cli.model.checkpoint import PREFIX, Shard, open_checkpoint
 from k3cli.model.config import ModelConfig
 from k3cli.model.delivery import Delivery, OthersFailedError
-from k3cli.model.parallel import part, worlds
+from k3cli.model.parallel import experts_by_width, part, worlds
+from k3cli.model.random_weights import write_random_checkpoint
 from k3cli.model.ranks import load_ranks
 from k3cli.model.reading import batches, hashers, staging_bytes, total_bytes
 from k3cli.model.slices import Slices
@@ -102,6 +103,16 @@ def load(folder: Path, size: int, known: list[bool], batch: int = SMALL) -> tupl
     return ranks, shards
 
 
+@pytest.fixture(scope="module")
+def folders_to_split(
+    split_folders: dict[str, Path], split_configs: dict[str, dict], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    wide = split_configs["linear"] | {"moe_intermediate_size": 64}
+    folder = write_random_checkpoint(tmp_path_factory.mktemp("wide") / "linear", wide, seed=9)
+    assert experts_by_width(ModelConfig.from_dir(folder), 2)
+    return split_folders | {"linear, wide": folder}
+
+
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
     found: dict[int, list[tuple[int, int]]] = {}
@@ -116,12 +127,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("known", ["all known", "none known", "one known"])
-@pytest.mark.parametrize(("name", "size"), [("k3", 1), ("k3", 2), ("k3", 4), ("linear", 2), ("linear", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("k3", 1), ("k3", 2), ("k3", 4), ("linear", 2), ("linear", 4), ("linear, wide", 2)]
+)
 def test_every_byte_is_read_once_and_every_part_arrives(
-    split_folders: dict[str, Path], read: Any, name: str, size: int, known: str
+    folders_to_split: dict[str, Path], read: Any, name: str, size: int, known: str
 ):
-    """linear: whole experts have owners."""
-    folder = split_folders[name]
+    """linear: whole experts have owners; with wide ones, columns of bf16 are cut."""
+    folder = folders_to_split[name]
     config = ModelConfig.from_dir(folder)
     there = [known == "all known" or (known == "one known" and i == 1) for i in range(3)]
     ranks, shards = load(folder, size, there)
