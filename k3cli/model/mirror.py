@@ -35,6 +35,8 @@ class MirrorModel:
 
     def __init__(self, model: K3Model, config: ModelConfig, world: World, explain: Explain) -> None:
         """model: rank 0's part. config: of the whole model."""
+        self.close: Callable[[], None] = self.part
+        """Ends the ranks; nothing can be called afterwards."""
         self.config = config
         self.world = world
         self.device, self.dtype, self.window = model.device, model.dtype, model.window
@@ -163,6 +165,7 @@ class MirrorModel:
                 self._broken = K3Error("the ranks have ended")
                 with suppress(RuntimeError):
                     Call(Op.END).send(self.world, 0, 0)
+                    self.world.told()
             self._lock.release()
         self._replica.model.forget_steps()
 

@@ -116,5 +116,5 @@ def _made(peers: Ranks, job: dict[str, Any], work: Callable[[], Result]) -> Resu
 
 def _mirror(model: K3Model, config: ModelConfig, peers: Ranks) -> MirrorModel:
     made = MirrorModel(model, config, peers.world, peers.explain)
-    peers.parting = made.part
+    peers.parting, made.close = made.part, peers.close
     return made

@@ -28,7 +28,7 @@ from k3cli.model.world import World
 
 Result = TypeVar("Result")
 NOTHING = (0, 0, 0)
-HEAD, INLINE = 11, 125
+HEAD, INLINE = 11, 21
 """Numbers in front of every message, and further ones that fit into it."""
 LOGITS = ("none", "last", "all")
 MODES = ((False, False), (True, False), (False, True))

@@ -80,6 +80,7 @@ class World:
         cuda = device.type == "cuda"
         patience = IDLE if cuda else timedelta(seconds=seconds)
         self.group = dist.new_group(backend="nccl" if cuda else "gloo", timeout=patience)
+        self._sent: list[tuple[Any, Tensor]] = []
         self._event = torch.cuda.Event() if cuda else None
         if cuda:  # connects the devices, which is no work for the middle of a step
             self.sum(torch.zeros(size, device=device))
@@ -116,14 +117,27 @@ class World:
         return part if parts is None else torch.cat(parts, dim)
 
     def tell(self, header: Tensor) -> None:
-        """Rank 0's host tensor to all, in place. Sent to each: a broadcast of gloo passes through a thread of its."""
+        """Rank 0's host tensor, which then stays as it is, to all, in place.
+
+        Sent to each: a broadcast of gloo passes through a thread of its. That it has gone out is looked at with the
+        next one (`told`), so that a step doesn't wait for it.
+        """
         if self.rank:
             dist.recv(header, 0, group=self.calls)
             return
-        sent = [dist.isend(header, rank, group=self.calls) for rank in range(1, self.size)]
-        for work in sent:
+        self.told()
+        self._sent = [(dist.isend(header, rank, group=self.calls), header) for rank in range(1, self.size)]
+
+    def told(self) -> None:
+        """Waits until what rank 0 has told has gone out. RuntimeError when a rank is gone."""
+        sent, self._sent = self._sent, []
+        for work, _ in sent:
             if work is not None:
                 work.wait()
+
+    def forget(self) -> None:
+        """Lets go of what was told and has not gone out: an exit of the process can't."""
+        self._sent = []
 
     def settled(self, seconds: float | None = None) -> None:
         """Waits until the device has done what it was given. RuntimeError when a rank ended before, or after `seconds`
@@ -163,6 +177,8 @@ class World:
         try:
             result = work()
         except (K3Error, MemoryError, RuntimeError, OSError) as error:
+            if is_lost(error):
+                raise  # there is nobody to agree with
             trouble = described(error)
         for rank, said in enumerate(self.all(trouble)):
             if said is not None:
@@ -186,6 +202,8 @@ def leave(seconds: float = 5.0) -> None:
 
 
 def _close(world: World | None) -> None:
+    if world is not None:
+        world.forget()
     if world is not None and world.device.type == "cuda":
         # Ends kernels that wait for others, and does not wait for anybody itself.
         world.group.abort()

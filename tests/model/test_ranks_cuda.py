@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from k3cli.bench.spec import Request, converse
+from k3cli.config import NANO
+from k3cli.engine.engine import Engine
 from k3cli.errors import K3Error
 from k3cli.model import world
 from k3cli.model.choices import READS_ON_HOST, kernel_choices
@@ -101,6 +104,29 @@ def test_golden_logits_and_answer(shared_dir: Path, name: str, capsys: pytest.Ca
         print(f"\n{name}, two GPUs: largest logit error, one prefill and token by token, {errors}")
     assert max(errors) < 2e-3
     assert answer == golden["greedy"].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_change_no_token_of_the_shipped_model(dtype: str, capsys: pytest.CaptureFixture):
+    """Conversations with and without drafts, on two GPUs and on one."""
+    found = {}
+    for gpus, device in ((None, "cuda:0"), ("2", "cuda")):
+        engine = Engine.load(NANO, device=device, dtype=dtype, gpus=gpus)
+        try:
+            for spec in ("off", "suffix"):
+                run = converse(engine, spec, "code", Request(("off", spec), ("code",)))
+                assert not run.failed
+                found[gpus or "1", spec] = run.ids
+        finally:
+            if gpus:
+                engine.model.close()
+    for gpus in ("1", "2"):
+        assert found[gpus, "suffix"] == found[gpus, "off"]
+    same = sum(a == b for a, b in zip(found["1", "off"], found["2", "off"], strict=False))
+    with capsys.disabled():
+        print(f"\nk3-nano, {dtype}: {same} of {len(found['1', 'off'])} tokens on two GPUs as on one")
+    if dtype == "float32":
+        assert found["1", "off"] == found["2", "off"]
 
 
 @pytest.mark.parametrize(
