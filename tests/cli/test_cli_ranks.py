@@ -111,6 +111,21 @@ def test_nothing_stays_when_rank_0_ends(model: tuple[str, ...], how: str):
     assert not running(peer)
 
 
+@LONG
+@PROC
+def test_ctrl_c_stops_all_ranks_at_one_token(model: tuple[str, ...]):
+    """What was said up to there is saved, and goes on in one process without evaluating anything again."""
+    process, peer = with_peer(model)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert any(json.loads(line)["type"] == "saved" for line in out.splitlines())
+    assert not running(peer)
+    counts = next(event for event in said("resume", "k", *model, "-p", "go on") if event["type"] == "saved")
+    assert counts["replayed"] == 0
+    assert counts["reused"] > 50
+
+
 @PROC
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=LONG)])
 def test_a_lost_peer_is_one_line_and_nothing_stays(model: tuple[str, ...], how: int):
