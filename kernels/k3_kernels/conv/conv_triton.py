@@ -9,7 +9,7 @@ from torch import Tensor
 
 from k3_kernels.conv.reference import advance_window
 
-TOKENS, CHANNELS = 32, 128
+TOKENS, CHANNELS = 16, 256
 
 
 @triton.jit
