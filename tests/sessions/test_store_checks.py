@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from k3_sessions import Damaged, Store, blobs
+from k3_sessions import DTYPES, Damaged, Store, blobs
 from k3_sessions.blobs import Batch
-from k3_sessions.objects import MAGIC, Blob
+from k3_sessions.objects import MAGIC, Blob, Kind
 from k3_sessions.records import read_turn
+from k3_sessions.state_objects import read_state
 
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, check, grow
 
@@ -50,6 +53,32 @@ def test_every_bit_of_a_page_counts(stored, tmp_path):
         file.write_bytes(data)
         with pytest.raises(Damaged, match="does not match its hash"), store.blobs.passing(page):
             pass
+
+
+def test_what_is_parsed_before_it_is_known_to_be_right_does_no_harm(stored, tmp_path):
+    """A state object is parsed and decoded while it is hashed: whatever nonsense that is, it ends as damage."""
+    store, _, path = stored
+    rng = random.Random(5)
+    fields = [f for f in LAYOUT.fields if f.scope == "page"]
+    page = path[0].pages[0]
+    rows = page.stop - page.start
+    out = {f.name: np.empty((len(f.layers), rows, *f.shape), DTYPES[f.dtype]) for f in fields}
+    file = tmp_path / "s/objects" / page.blob.id[:2] / page.blob.id[2:]
+    good = file.read_bytes()
+    read_state(store.blobs, page.blob, Kind.PAGE, fields, {}, out)
+    header = 16 + int.from_bytes(good[12:16], "little")
+    nonsense = [b"9", b"-1", b"null", b"[]", b"{}", b'"x"', b"1e99", b"true", b"\xff", b"[[[[", b"99999999999999999999"]
+    for _ in range(1500):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            at, piece = rng.randrange(header), rng.choice(nonsense)
+            data[at : at + len(piece)] = piece[: len(data) - at]
+        if data == good:
+            continue
+        file.write_bytes(data[: len(good)])
+        with pytest.raises(Damaged, match="does not match its hash"):
+            read_state(store.blobs, page.blob, Kind.PAGE, fields, {}, out)
+        store.blobs.bad.clear()
 
 
 def with_checks(store, turn, change):
