@@ -46,7 +46,7 @@ def extent(
 @gluon.jit
 def copy(
     half_c, whole_p, half_q, whole_q, table, cursor, page_rows, H, n, qc, qp, kc, kp, full, empty, asked, done,
-    PAGE: gl.constexpr, R: gl.constexpr,
+    ahead, lines, PAGE: gl.constexpr, R: gl.constexpr,
     UNIT: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, FAR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
@@ -92,6 +92,13 @@ def copy(
                     mbarrier.expect(full.index(2), half_c.block_type.nbytes)
                     tma.async_copy_global_to_shared(half_c, [row, 0], full.index(2), to.slice(0, HALF, 1))
                     odd += 1
+    # What the projection will read is fetched while the last blocks are multiplied.
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for first in range(gl.program_id(0) * 128, lines, gl.num_programs(0) * 128):
+        line = gl.minimum(first + gl.arange(0, 128, LINE), lines - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ahead + line * 64], gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit

@@ -142,13 +142,14 @@ def _odd(
                     mbarrier.wait(full.index(1), even & 1)
                     mbarrier.wait(ready.index(0), even & 1)
                     shrink = shrinks.index(0).load(gl.SliceLayout(1, S))
-                    top = peaks.index(0).load(gl.SliceLayout(1, S))
                     norm = norm * shrink
                     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
                     adding = warpgroup_mma(ps, kc.index(0).slice(HALF, HALF, 1), acc, is_async=True)
+                    barrier()  # or the softmax is put in front of the product it should run beside
+                    top = peaks.index(0).load(gl.SliceLayout(1, S))
                     weight, shrink, top, norm = softmax(s, key, p, top, norm, factor, BN, S)
                     held = weight.to(ps.dtype)
-                    acc = warpgroup_mma_wait(0, [adding])
+                    acc, held = warpgroup_mma_wait(0, [adding, held])  # held: or it is computed behind the wait
                     barrier()
                     mbarrier.arrive(empty.index(1), count=1)
                     if pair == pairs - 1:
@@ -190,12 +191,15 @@ def _odd(
 
 @gluon.jit(do_not_specialize=["n"])
 def attend_kernel(
-    half_c, whole_p, half_q, whole_q, table, cursor, sums, tops, norms, factor, page_rows, H, n,
+    half_c, whole_p, half_q, whole_q, table, cursor, sums, tops, norms, factor, page_rows, H, n, ahead, lines,
     R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
     UNIT: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, FAR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Results of decode_triton.attend_kernel; pages and queries by descriptors; grid: any; four warps and five more."""
+    """Results of decode_triton.attend_kernel; pages and queries by descriptors; grid: any; four warps and five more.
+
+    ahead: what comes behind reads these `lines` of 128 bytes, which are brought into the L2.
+    """
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARS: gl.constexpr = mbarrier.MBarrierLayout()
@@ -248,7 +252,7 @@ def attend_kernel(
                 copy,
                 (
                     half_c, whole_p, half_q, whole_q, table, cursor, page_rows, H, n, qc, qp, kc, kp, full, empty,
-                    asked, done, PAGE, R, UNIT, SPLITS, LEAST, FAR, BM, BN,
+                    asked, done, ahead, lines, PAGE, R, UNIT, SPLITS, LEAST, FAR, BM, BN,
                 ),
             ),
         ],

@@ -280,7 +280,7 @@ def decode(
         decode_hopper_triton.attend_kernel[(_processors(q.device),)](
             *decode_hopper_triton.descriptors(pages, absorbed, R, shape.BM, shape.BN),
             table, cursor, sums, tops, norms, factor, pages.stride(0) // pages.stride(1), H, n,
-            R=R, P=P, PAGE=pages.shape[1], BM=shape.BM, BN=shape.BN, **spans, num_warps=4,
+            w_uv, w_uv.nbytes // 128, R=R, P=P, PAGE=pages.shape[1], BM=shape.BM, BN=shape.BN, **spans, num_warps=4,
         )  # fmt: skip
     else:
         attend_kernel[(tiles, 2 * SPLITS)](
