@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from k3cli.model.config import ModelConfig
 
-LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tiktoken", "huggingface-hub", "zstandard", "typer")
+LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tiktoken", "huggingface-hub", "zstandard", "xxhash", "typer")
 
 
 @dataclass(frozen=True)

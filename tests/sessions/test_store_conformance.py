@@ -33,6 +33,11 @@ def again(request, fs):
     return reopen
 
 
+def opened(fs):
+    with fs.reader("d/x"):
+        pass
+
+
 def test_primitives(fs):
     assert fs.make_dir("d")
     assert not fs.make_dir("d")
@@ -51,11 +56,16 @@ def test_primitives(fs):
     assert bytes(fs.read("d/x")) == b"abcd"
     assert bytes(fs.read("d/x", 1, 2)) == b"bc"
     assert bytes(fs.read("d/x", 3, 9)) == b"d"
+    with fs.reader("d/x") as read:
+        seen, piece = b"", memoryview(bytearray(3))
+        while count := read(piece):
+            seen += bytes(piece[:count])
+        assert (seen, read(piece)) == (b"abcd", 0)
     assert fs.info("d").kind == "dir"
     assert fs.info("d/y") is None
     assert fs.info("none/y") is None
     fs.remove("d/x")
-    for missing in (lambda: fs.read("d/x"), lambda: fs.remove("d/x"), lambda: fs.names("none")):
+    for missing in (lambda: fs.read("d/x"), lambda: fs.remove("d/x"), lambda: fs.names("none"), lambda: opened(fs)):
         with pytest.raises(FileNotFoundError):
             missing()
     assert 0 < fs.space().free <= fs.space().total
