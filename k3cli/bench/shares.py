@@ -32,7 +32,7 @@ def shares(model: Any, state: Any, ids: torch.Tensor) -> Row:
     with model.eager():
         logits, log = model.verify(ids, twin)  # warm
         model.commit(twin, log, ids.numel())
-        with profile(activities=kinds) as found:
+        with profile(activities=kinds, acc_events=True) as found:  # without it torch warns of what it drops
             logits, _ = model.verify(ids, twin)
             logits.argmax(-1).tolist()
     spent: dict[str, float] = defaultdict(float)
