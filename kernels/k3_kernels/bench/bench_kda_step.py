@@ -150,8 +150,9 @@ def cases() -> list[Case]:
         for state, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             layers = Layers.random(heads, state)
             whole = heads == 96
-            for accepted, n in ((1, 1), (4, 8), (8, 8)):
-                target = {("fp32", 1): 7.0, ("bf16", 1): 5.5, ("fp32", 8): 8.0}.get((name, n)) if whole else None
+            for accepted, n in ((1, 1), (0, 8), (8, 8)):
+                aims = {("fp32", 1, 1): 7.0, ("bf16", 1, 1): 5.5, ("fp32", 8, 8): 8.0}
+                target = aims.get((name, accepted, n)) if whole else None
                 peer = layers.peer(n) if whole and state == torch.float32 and accepted == n else []
                 found.append(
                     Case(

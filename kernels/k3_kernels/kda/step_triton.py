@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -42,8 +41,6 @@ L2_EPS = tl.constexpr(1e-6)
 LANES_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7))
 """Where the compiler starts handing out lanes among dimensions without neighbouring addresses: with the first one up to
 3.6, with the last one from 3.7 on. With the wrong value the kernel is right and slow."""
-HOPPER = True
-"""Whether a Hopper GPU runs the Gluon form where it fits."""
 RESIDENT = 2
 """Programs a processor holds at once when all layers are committed."""
 
@@ -221,11 +218,11 @@ def _over_k(products):
 
 @dataclass(frozen=True)
 class Tile:
-    """How a head's state is spread: KL lanes along K, warps along V. hopper: options of step_hopper_triton instead."""
+    """How a head's state is spread: KL lanes along K, warps along V. hopper: as step_hopper_triton does it instead."""
 
     KL: int
     warps: int
-    hopper: Any = None
+    hopper: bool = False
 
     def shape(self, K: int, V: int) -> dict[str, int]:
         """RR, KA, RW, RL, KL, KI; the tile fills all lanes of all warps."""
@@ -239,17 +236,8 @@ class Tile:
 def tile(K: int, V: int, device: torch.device | None = None) -> Tile:
     """The tile of a layer, a fixed function of its shape and device: the order of sums over K depends on it."""
     KL = min(8, K // 4)
-    hopper = None
-    if (
-        K == V == 128
-        and device is not None
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] == 9
-    ):
-        from k3_kernels.kda import step_hopper_triton
-
-        hopper = step_hopper_triton.Tuning()
-    return Tile(KL, min(8, V * KL // 32), hopper)
+    hopper = device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return Tile(KL, min(8, V * KL // 32), hopper and K == V == 128)
 
 
 def step(
@@ -317,13 +305,11 @@ def _launch(
     strides = (x.stride(0) // 4, f.stride(0) // 4, b.stride(0), gate.stride(0) // 4)
     windows = (conv.stride(0) // 4, conv.stride(1) // 4, conv.stride(2) // 4)
     places = (*strides, recurrent.stride(0) // 16, recurrent.stride(1) // 16, *windows)
-    if cut.hopper is not None:
+    if cut.hopper:
         from k3_kernels.kda import step_hopper_triton
 
         taps = w._replace(conv=_tap_by_tap(w.conv))
-        step_hopper_triton.launch(
-            rows, taps, recurrent, conv, log, cursor, n, out, places, _processors(x.device), cut.hopper
-        )
+        step_hopper_triton.launch(rows, taps, recurrent, conv, log, cursor, n, out, places, _processors(x.device))
         return
     items = layers * H
     # With many layers, as many programs as are resident at once, and each goes on to its next head.

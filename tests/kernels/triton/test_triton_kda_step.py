@@ -46,11 +46,7 @@ def tokens(T: int, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, b
 
 def tile(form: str, shape: tuple[int, int, int]) -> kernel.Tile:
     plain = kernel.tile(*shape[1:])
-    if form == "triton":
-        return plain
-    from k3_kernels.kda import step_hopper_triton
-
-    return replace(plain, hopper=step_hopper_triton.Tuning())
+    return replace(plain, hopper=form == "hopper")
 
 
 def stepping(form: str, shape: tuple[int, int, int]) -> cases.Step:
