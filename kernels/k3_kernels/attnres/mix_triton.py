@@ -11,10 +11,13 @@ and the square of the mix are made of. `_apply` adds them up over the chunks, in
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FEW, FEW_SOURCES, CHUNK, WIDTH = 16, 6, 512, 64
 
@@ -106,8 +109,11 @@ def _gram(
     D: tl.constexpr,
     CHUNK: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """grams[t, chunk] [16, 16]: products of sources over a chunk, and in column 15 those with the query."""
+    if EARLY:
+        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1)
     column = c * CHUNK + tl.arange(0, CHUNK)
@@ -143,7 +149,10 @@ def _apply(
     D: tl.constexpr,
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     row = tl.arange(0, 16)
@@ -165,6 +174,12 @@ def _apply(
     tl.store(out + t * D + column, found.to(out.dtype.element_ty), mask=inside)
 
 
+@cache
+def _dependent(device: torch.device) -> bool:
+    """Whether a kernel may start before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def mix_norm(
     sources: Tensor,
     query: Tensor,
@@ -184,14 +199,15 @@ def mix_norm(
     out = torch.empty(T, D, dtype=sources.dtype, device=sources.device)
     if 0 < T <= few and few_sources < M < 16 and weight is not None:
         chunks = triton.cdiv(D, chunk)
+        early = _dependent(sources.device)
         grams = torch.empty(T, chunks, 16, 16, dtype=torch.float32, device=sources.device)
         _gram[(T, chunks)](
             sources, sources.stride(0), sources.stride(1), query, out if add is None else add, grams,
-            M, D, chunk, add is not None, num_warps=4,
+            M, D, chunk, add is not None, early, num_warps=4,
         )  # fmt: skip
         _apply[(T, triton.cdiv(D, width))](
             sources, sources.stride(0), sources.stride(1), grams, weight, out, mix_eps, norm_eps,
-            M, D, chunks, width, num_warps=1,
+            M, D, chunks, width, early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     elif T:
         BD = max(8, triton.next_power_of_2(D))
