@@ -7,6 +7,8 @@ what an expert has left over goes into the smallest that holds it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,8 +24,23 @@ from k3_kernels.moe.product_hopper_triton import product
 from k3_kernels.moe.reference import Experts
 from k3_kernels.moe.tiles import tiles
 
-CLASSES = ((128, 32, 3, 4), (64, 32, 3, 6), (64, 0, 4, 6), (16, 0, 4, 8))
-"""Tokens of a tile as one or two products, warp groups, and stages of the ring; most tokens first."""
+
+class Class(NamedTuple):
+    """A height of tiles and how its product runs.
+
+    near, far: tokens, as one or two widths of a product; groups: warp groups; span: times 128 columns a stage of the
+    ring has; stages: of the ring.
+    """
+
+    near: int
+    far: int
+    groups: int
+    span: int
+    stages: int
+
+
+CLASSES = (Class(128, 32, 3, 1, 4), Class(64, 32, 3, 2, 3), Class(64, 0, 4, 2, 3), Class(16, 0, 4, 2, 5))
+"""Most tokens first."""
 
 
 @gluon.jit
@@ -74,7 +91,7 @@ def experts_grouped(
     experts: Experts,
     act: Activation,
     *,
-    classes: tuple[tuple[int, int, int, int], ...] = CLASSES,
+    classes: tuple[Class, ...] = CLASSES,
 ) -> Tensor:
     """The form of `k3_kernels.moe.experts_grouped` for Hopper; `classes` is for benchmarks."""
     T, k = ids.shape
@@ -84,7 +101,9 @@ def experts_grouped(
     out = z.new_empty(T, L)
     if T == 0:
         return out
-    order, table, bounds = tiles(ids, E, tuple(near + far for near, far, *_ in classes))
+    if L % 256 or F % 256:
+        classes = tuple(kind._replace(span=1) for kind in classes)
+    order, table, bounds = tiles(ids, E, tuple(kind.near + kind.far for kind in classes))
     rows, inner = z.new_empty(T * k, L), z.new_empty(T * k, F)
     _sorted_rows[(T * k, triton.cdiv(L, 4096))](z, z.stride(0), order, rows, k, L, MOVED, num_warps=4)
     w13, w2 = views(experts)
@@ -98,7 +117,7 @@ def experts_grouped(
 
 
 def _products(
-    classes: tuple[tuple[int, int, int, int], ...],
+    classes: tuple[Class, ...],
     tokens: Tensor,
     words: Tensor,
     scales: Tensor,
@@ -111,12 +130,12 @@ def _products(
     beta: float,
     linear_beta: float,
 ) -> None:
-    wide, packed = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(64, 32, 2)
-    weights = TensorDescriptor.from_tensor(words, [32, 16], packed)
-    for i, (near, far, groups, stages) in enumerate(classes):
+    wide = gl.NVMMASharedLayout(128, 16, 2)
+    for i, kind in enumerate(classes):
+        packed = gl.NVMMASharedLayout(64 * kind.span, 32, 2)
         product[(processors(tokens.device),)](
-            TensorDescriptor.from_tensor(tokens, [near, 64], wide),
-            TensorDescriptor.from_tensor(tokens, [far or 16, 64], wide),
-            weights, scales, table, bounds, to,
-            gated, out, width, beta, linear_beta, i, near, far, groups, stages, num_warps=4,
+            TensorDescriptor.from_tensor(tokens, [kind.near, 64], wide),
+            TensorDescriptor.from_tensor(tokens, [kind.far or 16, 64], wide),
+            TensorDescriptor.from_tensor(words, [32, 16 * kind.span], packed), scales, table, bounds, to,
+            gated, out, width, beta, linear_beta, i, *kind, num_warps=4,
         )  # fmt: skip

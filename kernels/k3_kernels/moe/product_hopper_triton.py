@@ -2,9 +2,9 @@
 
 Tokens are sorted by expert, so that the rows of a tile lie one behind the other and the copy engine can fetch them. A
 program owns 64 weight rows for each of three or four warp groups, and up to 160 tokens (two products, of a width that
-is a power of two each). One warp keeps a ring of tokens and packed weights filled. A group decodes its 64 x 64 weights in
-registers while the products of the ones before run: decoded weights never see shared memory, and tokens are the operand
-that all groups share. Programs take tiles in turn, so copies run ahead into the next tile.
+is a power of two each). One warp keeps a ring of tokens and packed weights filled. A group decodes its 64 x 64 weights
+in registers while the products of the ones before run: decoded weights never see shared memory, and tokens are the
+operand that all groups share. Programs take tiles in turn, so copies run ahead into the next tile.
 
 Orders of rows and columns: `decode_hopper_triton`.
 """
@@ -46,61 +46,56 @@ def _tile(tiles, bounds, CLASS: gl.constexpr, TURNS: gl.constexpr):
 def _copy(
     near, far, words, tiles, bounds, wide, rest, packed, full, empty,
     GATED: gl.constexpr, OUT: gl.constexpr, WIDTH: gl.constexpr, CLASS: gl.constexpr, N2: gl.constexpr,
-    G: gl.constexpr, STAGES: gl.constexpr,
+    G: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: tokens and packed weights of 128 columns into the ring."""
+    """One warp: tokens and packed weights into the ring, SPAN times 128 columns a stage."""
     TURNS: gl.constexpr = (OUT + 64 * G - 1) // (64 * G)
     J: gl.constexpr = WIDTH // 8
+    further_row: gl.constexpr = OUT // 8 if GATED else 0
+    further_word: gl.constexpr = 0 if GATED else J
     first, end = _tile(tiles, bounds, CLASS, TURNS)
     count = 0
     for item in range(first, end, gl.num_programs(0)):
         expert = gl.load(tiles + item // TURNS * 3)
         start = gl.load(tiles + item // TURNS * 3 + 1)
         unit = item % TURNS * G
-        for step in range(WIDTH // 128):
+        for stage in range(WIDTH // (128 * SPAN)):
             now = count % STAGES
             mbarrier.wait(empty.index(now), (count // STAGES + 1) & 1)
             ready = full.index(now)
-            if N2 > 0:
-                mbarrier.expect(
-                    ready, 2 * G * words.block_type.nbytes + 2 * near.block_type.nbytes + 2 * far.block_type.nbytes
-                )
-            else:
-                mbarrier.expect(ready, 2 * G * words.block_type.nbytes + 2 * near.block_type.nbytes)
+            tokens: gl.constexpr = near.block_type.nbytes + (far.block_type.nbytes if N2 > 0 else 0)
+            mbarrier.expect(ready, 2 * G * words.block_type.nbytes + 2 * SPAN * tokens)
             for g in gl.static_range(G):
                 u = unit + g
                 if GATED:
                     row = expert * (OUT // 4) + u // 4 * 32
-                    column = u % 4 * J + step * 16
-                    tma.async_copy_global_to_shared(words, [row, column], ready, packed.index(now * 2 * G + 2 * g))
-                    tma.async_copy_global_to_shared(
-                        words, [row + OUT // 8, column], ready, packed.index(now * 2 * G + 2 * g + 1)
-                    )
+                    column = u % 4 * J + stage * (16 * SPAN)
                 else:
                     row = expert * (OUT // 2) + u * 32
-                    tma.async_copy_global_to_shared(words, [row, step * 16], ready, packed.index(now * 2 * G + 2 * g))
+                    column = stage * (16 * SPAN)
+                for half in gl.static_range(2):
                     tma.async_copy_global_to_shared(
-                        words, [row, J + step * 16], ready, packed.index(now * 2 * G + 2 * g + 1)
+                        words,
+                        [row + half * further_row, column + half * further_word],
+                        ready,
+                        packed.index(now * 2 * G + 2 * g + half),
                     )
-            for half in gl.static_range(2):
-                column = step * 128 + half * 64
-                tma.async_copy_global_to_shared(near, [start, column], ready, wide.index(now * 2 + half))
+            for part in gl.static_range(2 * SPAN):
+                column = stage * (128 * SPAN) + part * 64
+                at = now * (2 * SPAN) + part
+                tma.async_copy_global_to_shared(near, [start, column], ready, wide.index(at))
                 if N2 > 0:
-                    tma.async_copy_global_to_shared(
-                        far, [start + near.block_shape[0], column], ready, rest.index(now * 2 + half)
-                    )
+                    tma.async_copy_global_to_shared(far, [start + near.block_shape[0], column], ready, rest.index(at))
             count += 1
 
 
 @gluon.jit
 def _fetch(
-    packed, full, count, GROUP: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, X: gl.constexpr, X3: gl.constexpr
-):
-    """The words of the two blocks of rows of a step, once they are there."""
-    now = count % STAGES
-    mbarrier.wait(full.index(now), (count // STAGES) & 1)
-    x0 = packed.index(now * 2 * G + 2 * GROUP).load(X).reshape([32, 4, 4])
-    x1 = packed.index(now * 2 * G + 2 * GROUP + 1).load(X).reshape([32, 4, 4])
+    packed, now, PART: gl.constexpr, GROUP: gl.constexpr, G: gl.constexpr, X: gl.constexpr, X3: gl.constexpr
+):  # fmt: skip
+    """The words of the two blocks of rows, 128 columns of a stage."""
+    x0 = packed.index(now * 2 * G + 2 * GROUP).slice(16 * PART, 16, 1).load(X).reshape([32, 4, 4])
+    x1 = packed.index(now * 2 * G + 2 * GROUP + 1).slice(16 * PART, 16, 1).load(X).reshape([32, 4, 4])
     return gl.convert_layout(x0, X3), gl.convert_layout(x1, X3)
 
 
@@ -166,7 +161,7 @@ def _multiply(
     scales, tiles, bounds, to, wide, rest, packed, full, empty, GROUP: gl.constexpr,
     GATED: gl.constexpr, OUT: gl.constexpr, WIDTH: gl.constexpr, BETA: gl.constexpr, LINEAR_BETA: gl.constexpr,
     CLASS: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, G: gl.constexpr,
-    STAGES: gl.constexpr,
+    SPAN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp group: 64 weight rows times the tokens of a tile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N1, 16])
@@ -201,25 +196,32 @@ def _multiply(
         t0, t1 = gl.load(at + NEXT), gl.load(at + (NEXT + further * GROUPS))
         acc = gl.zeros([64, N1], gl.float32, ACC)
         acc2 = gl.zeros([64, R], gl.float32, ACC2)
-        x0, x1 = _fetch(packed, full, count, GROUP, G, STAGES, X, X3)
+        mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+        x0, x1 = _fetch(packed, count % STAGES, 0, GROUP, G, X, X3)
         a = operand(x0, x1, both(s0), both(s1), 0, GATED, A)
-        for step in range(STEPS):
+        for stage in range(STEPS // SPAN):
             now = count % STAGES
-            later = gl.minimum(step + 2, STEPS - 1) * 4
-            u0, u1 = gl.load(at + later), gl.load(at + (later + further * GROUPS))
-            acc, acc2 = _issue(a, wide.index(now * 2), rest, now * 2, acc, acc2, N2, A2)
-            b = operand(x0, x1, both(s0), both(s1), 1, GATED, A)
-            acc, acc2 = _issue(b, wide.index(now * 2 + 1), rest, now * 2 + 1, acc, acc2, N2, A2)
-            # The last step decodes its words once more, and nobody uses them.
-            following = gl.minimum(step + 1, STEPS - 1)
-            s0, s1, t0, t1 = t0, t1, u0, u1
-            x0, x1 = _fetch(packed, full, count - step + following, GROUP, G, STAGES, X, X3)
-            a = operand(x0, x1, both(s0), both(s1), 0, GATED, A)
-            # Products still running where a loop turns make ptxas wait after each of them.
-            if N2 > 0:
-                acc, acc2 = warpgroup_mma_wait(0, [acc, acc2])
-            else:
-                acc = warpgroup_mma_wait(0, [acc])
+            for part in gl.static_range(SPAN):
+                later = gl.minimum(stage * SPAN + part + 2, STEPS - 1) * 4
+                u0, u1 = gl.load(at + later), gl.load(at + (later + further * GROUPS))
+                half = now * (2 * SPAN) + 2 * part
+                acc, acc2 = _issue(a, wide.index(half), rest, half, acc, acc2, N2, A2)
+                b = operand(x0, x1, both(s0), both(s1), 1, GATED, A)
+                acc, acc2 = _issue(b, wide.index(half + 1), rest, half + 1, acc, acc2, N2, A2)
+                s0, s1, t0, t1 = t0, t1, u0, u1
+                if part + 1 < SPAN:
+                    x0, x1 = _fetch(packed, now, part + 1, GROUP, G, X, X3)
+                else:
+                    # The last stage is decoded once more, for nobody.
+                    following = count + gl.where(stage + 1 < STEPS // SPAN, 1, 0)
+                    mbarrier.wait(full.index(following % STAGES), (following // STAGES) & 1)
+                    x0, x1 = _fetch(packed, following % STAGES, 0, GROUP, G, X, X3)
+                a = operand(x0, x1, both(s0), both(s1), 0, GATED, A)
+                # Products still running where a loop turns make ptxas wait after each of them.
+                if N2 > 0:
+                    acc, acc2 = warpgroup_mma_wait(0, [acc, acc2])
+                else:
+                    acc = warpgroup_mma_wait(0, [acc])
             barrier()
             mbarrier.arrive(empty.index(now), count=1)
             count += 1
@@ -233,14 +235,14 @@ def product(
     near, far, words, scales, tiles, bounds, to,
     GATED: gl.constexpr, OUT: gl.constexpr, WIDTH: gl.constexpr, BETA: gl.constexpr, LINEAR_BETA: gl.constexpr,
     CLASS: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, G: gl.constexpr,
-    STAGES: gl.constexpr,
+    SPAN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """to[row] = act(gate, up) or the product of the tokens of each tile of one class with their expert's matrix."""
     BARS: gl.constexpr = mbarrier.MBarrierLayout()
     R: gl.constexpr = N2 if N2 > 0 else 16
-    wide = gl.allocate_shared_memory(near.dtype, [2 * STAGES, N1, 64], near.layout)
-    rest = gl.allocate_shared_memory(near.dtype, [2 * STAGES if N2 > 0 else 1, R, 64], near.layout)
-    packed = gl.allocate_shared_memory(gl.int32, [2 * G * STAGES, 32, 16], words.layout)
+    wide = gl.allocate_shared_memory(near.dtype, [2 * SPAN * STAGES, N1, 64], near.layout)
+    rest = gl.allocate_shared_memory(near.dtype, [2 * SPAN * STAGES if N2 > 0 else 1, R, 64], near.layout)
+    packed = gl.allocate_shared_memory(gl.int32, [2 * G * STAGES, 32, 16 * SPAN], words.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
     for i in gl.static_range(STAGES):
@@ -255,28 +257,28 @@ def product(
                     _multiply,
                     (
                         scales, tiles, bounds, to, wide, rest, packed, full, empty, 0,
-                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, STAGES,
+                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, SPAN, STAGES,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         scales, tiles, bounds, to, wide, rest, packed, full, empty, 1,
-                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, STAGES,
+                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, SPAN, STAGES,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         scales, tiles, bounds, to, wide, rest, packed, full, empty, 2,
-                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, STAGES,
+                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, SPAN, STAGES,
                     ),
                 ),
                 (
                     _copy,
                     (
                         near, far, words, tiles, bounds, wide, rest, packed, full, empty,
-                        GATED, OUT, WIDTH, CLASS, N2, G, STAGES,
+                        GATED, OUT, WIDTH, CLASS, N2, G, SPAN, STAGES,
                     ),
                 ),
             ],
@@ -290,35 +292,35 @@ def product(
                     _multiply,
                     (
                         scales, tiles, bounds, to, wide, rest, packed, full, empty, 0,
-                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, STAGES,
+                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, SPAN, STAGES,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         scales, tiles, bounds, to, wide, rest, packed, full, empty, 1,
-                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, STAGES,
+                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, SPAN, STAGES,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         scales, tiles, bounds, to, wide, rest, packed, full, empty, 2,
-                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, STAGES,
+                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, SPAN, STAGES,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         scales, tiles, bounds, to, wide, rest, packed, full, empty, 3,
-                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, STAGES,
+                        GATED, OUT, WIDTH, BETA, LINEAR_BETA, CLASS, N1, N2, G, SPAN, STAGES,
                     ),
                 ),
                 (
                     _copy,
                     (
                         near, far, words, tiles, bounds, wide, rest, packed, full, empty,
-                        GATED, OUT, WIDTH, CLASS, N2, G, STAGES,
+                        GATED, OUT, WIDTH, CLASS, N2, G, SPAN, STAGES,
                     ),
                 ),
             ],
