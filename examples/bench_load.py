@@ -194,7 +194,9 @@ def disk_bytes(pid: int) -> int | None:
 def load(folder: Path, ranks: int, device: str, cache: Path) -> dict[str, Any]:
     """One load in a process of its own."""
     command = [sys.executable, __file__, "--one", str(ranks), "--device", device, "--folder", str(folder)]
-    done = subprocess.run(command, env=dict(os.environ, K3_CACHE=str(cache)), capture_output=True, text=True)
+    # As the command k3 does: threads that spin while they wait take the cores from those that read.
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "K3_CACHE": str(cache)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith("found "):
             found: dict[str, Any] = json.loads(line[6:])
