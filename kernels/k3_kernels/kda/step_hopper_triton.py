@@ -29,7 +29,7 @@ from k3_kernels.kda.step_reference import StepLog, StepWeights
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 RESIDENT = 2
-"""Programs a processor holds at once in a commit; registers are limited so that they fit."""
+"""Programs a processor holds at once in a commit."""
 
 
 @gluon.jit(
@@ -72,8 +72,6 @@ def step_kernel(
     if LIVE:
         query_row = queries._reinterpret(gl.float32, [LINES, K], LINE)
         outputs = gl.allocate_shared_memory(gl.float32, [SLOTS, V], TILE)
-        # Launched while the kernel in front still runs; nothing was touched yet.
-        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
     x_row *= 4
     f_row *= 4
@@ -221,7 +219,7 @@ def launch(
     """The kernel with the checked arguments of step_triton; strides in its units."""
     layers, H, V, K = recurrent.shape[1:]
     W, live = log.x.shape[1], n > 0
-    options: dict[str, int | bool] = {"launch_pdl": True} if live else {"maxnreg": 128}
+    options = {} if live else {"maxnreg": 128}  # so that RESIDENT programs fit
     step_kernel[(H if live else min(layers * H, RESIDENT * processors),)](
         *rows, w.conv, w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, out, *strides,
         layers, W, n, 1, w.norm_eps, w.lower_bound or 0.0,
