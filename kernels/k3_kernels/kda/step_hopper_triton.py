@@ -1,9 +1,10 @@
 """The KDA step for Hopper in Gluon, K = V = 128: rows are handed over in shared memory, and the chain has no barrier.
 
 One program holds a head's state in registers. It prepares all rows while the state arrives, and then takes one after
-the other. There a warp owns whole rows of the state, eight lanes along K, so that a sum over K is three shuffles, and
-outputs stay in registers. Replayed and live rows go through one loop; `commit` is another compilation of it, and the
-tests on a device hold the bits of both to each other.
+the other. There a warp owns whole rows of the state, eight lanes along K, and outputs stay in registers; the replayed
+state is stored by the copy engine, since stores of a thread hold up the loads and shuffles of the rows behind. Replayed
+and live rows go through one loop; `commit` is another compilation of it, and the tests on a device hold the bits of
+both to each other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from k3_kernels.kda.step_hopper_rows_triton import (
     _inputs,
@@ -23,13 +26,14 @@ from k3_kernels.kda.step_hopper_rows_triton import (
     _slot,
     _taps,
 )
+from k3_kernels.kda.step_hopper_sums_triton import _everywhere, _own, _scattered
 from k3_kernels.kda.step_reference import StepLog, StepWeights
 
 # Named anew between Triton 3.6 and 3.7.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 RESIDENT = 2
-"""Programs a processor holds at once in a commit."""
+"""Programs a processor holds at once in a commit; registers are limited so that they fit."""
 
 
 @gluon.jit(
@@ -40,20 +44,26 @@ RESIDENT = 2
     do_not_specialize_on_alignment=["b", "log_b", "A_log", "cursor"],
 )  # fmt: skip
 def step_kernel(
-    x, f, b, gate, weight, A_log, dt_bias, norm, recurrent, conv, log_x, log_f, log_b, cursor, out,
+    x, f, b, gate, weight, A_log, dt_bias, norm, recurrent, states, conv, log_x, log_f, log_b, cursor, out,
     x_row, f_row, b_row, gate_row, state_slot, state_layer, conv_slot, conv_layer, conv_row, layers, W, n, one,
     eps, bound,
     BOUND: gl.constexpr, LIVE: gl.constexpr, SLOTS: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of step_triton.step_kernel. LIVE: whether n > 0; then one layer's heads are the grid. In a commit
-    programs take the heads of all layers in turn."""
+    """Arguments as of step_triton.step_kernel; states: `recurrent` as rows of K for the copy engine, None in a commit.
+
+    LIVE: whether n > 0; then one layer's heads are the grid. In a commit programs take the heads of all layers in turn.
+    """
     ROWS: gl.constexpr = 8  # prepared at once, a warp each
     VT: gl.constexpr = V // 32  # rows of the state in a thread
     STATE: gl.constexpr = gl.BlockedLayout([VT, 4], [4, 8], [8, 1], [1, 0])
     ALONG_K: gl.constexpr = gl.SliceLayout(0, STATE)
     ALONG_V: gl.constexpr = gl.SliceLayout(1, STATE)
-    # Outputs: the eight lanes that share a row of the state keep some of the window's rows each.
+    # What the eight lanes of a row have each, [V, 8], and the same for all their channels, [V, 8, K / 32, 4].
     OUT: gl.constexpr = gl.BlockedLayout([VT, 1], [4, 8], [8, 1], [1, 0])
+    DEEP: gl.constexpr = gl.BlockedLayout([VT, 1, K // 32, 4], [4, 8, 1, 1], [8, 1, 1, 1], [3, 2, 1, 0])
+    # Outputs: one of the four rows of a thread for two lanes, and all rows of the window, [V / 4, 8, SLOTS].
+    KEPT: gl.constexpr = gl.BlockedLayout([1, 1, SLOTS], [4, 8, 1], [8, 1, 1], [2, 1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 32, 1], [8, 1, 1], [2, 1, 0])
     R: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -72,6 +82,9 @@ def step_kernel(
     if LIVE:
         query_row = queries._reinterpret(gl.float32, [LINES, K], LINE)
         outputs = gl.allocate_shared_memory(gl.float32, [SLOTS, V], TILE)
+        held = gl.allocate_shared_memory(recurrent.dtype.element_ty, [V, K], states.layout)
+        # Launched while the kernel in front still runs; nothing was touched yet.
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
     x_row *= 4
     f_row *= 4
@@ -90,6 +103,7 @@ def step_kernel(
     total = accepted + n
     d = gl.arange(0, K, gl.SliceLayout(0, R))[None, :]
     kind: gl.constexpr = recurrent.dtype.element_ty
+    lane = gl.arange(0, 8, gl.SliceLayout(0, OUT))[None, :] + gl.zeros([V, 8], gl.int32, OUT)
 
     start = gl.program_id(0)
     # One head is no loop: what a loop keeps from head to head costs registers.
@@ -115,8 +129,8 @@ def step_kernel(
                 ROWS, total, accepted, first, W, conv_at, conv_row, log_x_at, x, x_row, log_f_at, f, f_row,
                 log_b_at, b, b_row, h, H, K, V, ROWS, R, LIVE
             )  # fmt: skip
-        state = recurrent + entry * state_slot + layer * state_layer + h * V * K
-        state += gl.arange(0, V, ALONG_V)[:, None] * K + gl.arange(0, K, ALONG_K)[None, :]
+        row = entry * state_slot + layer * state_layer + h * V * K
+        state = recurrent + row + gl.arange(0, V, ALONG_V)[:, None] * K + gl.arange(0, K, ALONG_K)[None, :]
         if LIVE:
             # The barriers keep the compiler from moving loads, the condition from moving work on rows in front of them.
             barrier()
@@ -158,8 +172,8 @@ def step_kernel(
             kept_b = gl.load(b + slot * b_row + h, mask=i < n)
             logits = gl.load(gate + (slot * gate_row)[:, None] + (h * V + d), mask=alive)
             scale = gl.load(norm + d)
-            o = gl.zeros([V, SLOTS], gl.float32, OUT)
-            column = gl.arange(0, SLOTS, gl.SliceLayout(0, OUT))[None, :]
+            o = gl.zeros([V // 4, 8, SLOTS], gl.float32, KEPT)
+            column = gl.arange(0, SLOTS, gl.SliceLayout(0, gl.SliceLayout(1, KEPT)))[None, None, :]
         barrier()
         if not LIVE:
             _move(conv_at, conv_row, j, h * K + d, HK, moved_q, moved_k, moved_v, moves)
@@ -172,26 +186,39 @@ def step_kernel(
             for t in range(accepted * phase, accepted + n * phase):
                 # A vector of the next row is loaded as soon as this row's has been used for the last time.
                 ahead = gl.minimum(t + 1, total - 1)
-                value = value_row.index(t).load(ALONG_V)
-                beta = beta_row.index(t).load(ALONG_V)
+                value = value_row.index(t).load(gl.SliceLayout(1, OUT))[:, None]
+                beta = beta_row.index(t).load(gl.SliceLayout(1, OUT))[:, None]
                 S = S * decay[None, :]
                 decay = decay_row.index(ahead).load(ALONG_K)
-                u = (value - gl.sum(S * key[None, :], 1)) * beta
-                S = S + u[:, None] * key[None, :]
+                u = (value - _everywhere(_own(S * key[None, :], V, K, OUT), lane)) * beta
+                u = gl.convert_layout(u, gl.SliceLayout(2, gl.SliceLayout(3, DEEP)))[:, :, None][:, :, :, None]
+                u, _ = gl.broadcast(u, gl.zeros([V, 8, K // 32, 4], gl.float32, DEEP))
+                u = gl.convert_layout(gl.reshape(gl.permute(u, [0, 2, 1, 3]), [V, K]), STATE)
+                S = S + u * key[None, :]
                 key = key_row.index(ahead).load(ALONG_K)
                 if LIVE:
                     if t >= accepted:
                         q = query_row.index(t).load(ALONG_K)
-                        read = gl.convert_layout(gl.sum(S * q[None, :], 1), gl.SliceLayout(1, OUT))
-                        o = gl.where(column == t - accepted, read[:, None], o)
+                        read = _scattered(_own(S * q[None, :], V, K, OUT), lane, V)
+                        read = gl.convert_layout(read, gl.SliceLayout(2, KEPT))[:, :, None]
+                        o = gl.where(column == t - accepted, read, o)
                 # What a stored state would hold: a bf16 state is rounded behind every row.
                 S = _rounded(S, kind)
             if (phase == 0) & (accepted > 0):
-                gl.store(state, S.to(kind))
+                if LIVE:
+                    held.store(S.to(kind))
+                    fence_async_shared()
+                    barrier()
+                    tma.async_copy_shared_to_global(states, [(row // K).to(gl.int32), 0], held)
+                else:
+                    gl.store(state, S.to(kind))
 
         if LIVE:
             _move(conv_at, conv_row, j, h * K + d, HK, moved_q, moved_k, moved_v, moves)
-            outputs.permute([1, 0]).store(o)
+            # Of the two lanes that have the same, the first is taken.
+            both = gl.convert_layout(gl.reshape(gl.permute(o, [2, 0, 1]), [SLOTS, V, 2]), PAIRS)
+            rows, _ = gl.split(both)
+            outputs.store(rows)
             target = log_x_at + (slot * C)[:, None] + (h * K + d)
             gl.store(target, kept_q, mask=alive)
             gl.store(target + HK, kept_k, mask=alive)
@@ -202,6 +229,7 @@ def step_kernel(
             y = y * _rsqrt(gl.sum(y * y, 1) / V + eps)[:, None] * scale * _sigmoid(logits.to(gl.float32))
             y = gl.where(alive, y, 0.0).to(out.dtype.element_ty)
             gl.store(out + (slot * H * V)[:, None] + (h * V + d), y, mask=(i < W)[:, None])
+            tma.store_wait(0)
 
 
 def launch(
@@ -219,9 +247,14 @@ def launch(
     """The kernel with the checked arguments of step_triton; strides in its units."""
     layers, H, V, K = recurrent.shape[1:]
     W, live = log.x.shape[1], n > 0
-    options = {} if live else {"maxnreg": 128}  # so that RESIDENT programs fit
+    options: dict[str, int | bool] = {"launch_pdl": True} if live else {"maxnreg": 128}
+    states = None
+    if live:
+        layout = gl.NVMMASharedLayout(0, recurrent.element_size() * 8, 2)
+        length = (recurrent.shape[0] - 1) * recurrent.stride(0) // K + H * V
+        states = TensorDescriptor(recurrent, [length, K], [K, 1], [V, K], layout)
     step_kernel[(H if live else min(layers * H, RESIDENT * processors),)](
-        *rows, w.conv, w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, out, *strides,
+        *rows, w.conv, w.A_log, w.dt_bias, w.o_norm, recurrent, states, conv, *log, cursor, out, *strides,
         layers, W, n, 1, w.norm_eps, w.lower_bound or 0.0,
         BOUND=w.lower_bound is not None, LIVE=live, SLOTS=8 if W <= 8 else 16, H=H, K=K, V=V, num_warps=8, **options,
     )  # fmt: skip
