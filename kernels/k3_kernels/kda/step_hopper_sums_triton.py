@@ -53,7 +53,7 @@ def _everywhere(own, lane):
 
 @gluon.jit
 def _scattered(own, lane, V: gl.constexpr):
-    """Sums over the eight lanes as `_everywhere`, but a pair of lanes has one of four rows: [V / 4, 8]. Four shuffles."""
+    """Sums over the eight lanes as `_everywhere`, but a lane pair has one of four rows: [V / 4, 8]. Four shuffles."""
     sums = gl.inline_asm_elementwise(
         """{
         .reg .pred p, q;
