@@ -144,7 +144,7 @@ def k3_config() -> dict:
 
 @pytest.fixture(scope="session")
 def k3_config_wide() -> dict:
-    """Sizes that every kernel takes, K3's own head sizes among them."""
+    """Sizes that every kernel takes in its form for Hopper, too: K3's own head and latent sizes among them."""
     wide = copy.deepcopy(K3)
     text = wide["text_config"]
     text |= {
@@ -153,14 +153,14 @@ def k3_config_wide() -> dict:
         "num_key_value_heads": 4,
         "intermediate_size": 512,
         "q_lora_rank": 128,
-        "kv_lora_rank": 256,
+        "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "num_experts": 16,
         "num_experts_per_token": 4,
-        "moe_intermediate_size": 256,
-        "routed_expert_hidden_size": 256,
+        "moe_intermediate_size": 512,
+        "routed_expert_hidden_size": 512,
         "vocab_size": 1024,
     }
     text["linear_attn_config"] |= {"head_dim": 128, "num_heads": 2}
