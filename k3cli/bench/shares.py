@@ -1,7 +1,7 @@
 """Where a step's time goes, by kind of layer part, and what that says about the whole model.
 
-The network marks its parts with profiler ranges `k3:PART`; their device time (processor time on a CPU) is summed over
-a profiled step that runs without a captured graph. Shares are of that sum; seconds are shares of the measured step.
+The network marks its parts (`k3cli/model/marks.py`); their device time, on a CPU their time by the clock, is summed
+over a step that runs without a captured graph. Shares are of that sum; seconds are shares of the measured step.
 """
 
 from __future__ import annotations
@@ -16,33 +16,41 @@ from torch.profiler import ProfilerActivity, profile
 
 from k3cli.bench.record import Row
 from k3cli.model.config import ModelConfig
-
-MARK = "k3:"
+from k3cli.model.marks import MARK, clocked
 
 
 def shares(model: Any, state: Any, ids: torch.Tensor) -> Row:
-    """{part: share of the profiled time} of one verify step; state stays as it was (a fork is used).
+    """{part: share of their time} of one verify step; state stays as it was (a fork is used).
 
     Of several ranks it is rank 0's time, sums and waiting in them with the part they belong to.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write to stderr
-    cuda = model.device.type == "cuda"
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     twin = state.fork()
     with model.eager():
-        logits, log = model.verify(ids, twin)  # warm
+        _, log = model.verify(ids, twin)  # warm
         model.commit(twin, log, ids.numel())
-        with profile(activities=kinds, acc_events=True) as found:  # without it torch warns of what it drops
-            logits, _ = model.verify(ids, twin)
-            logits.argmax(-1).tolist()
+        if model.device.type == "cuda":
+            spent = _profiled(model, twin, ids)
+        else:
+            with clocked() as spent:
+                model.verify(ids, twin)
+    whole = sum(spent.values())
+    if not whole:
+        raise RuntimeError("no marked part was seen")
+    return {"shares": {name: value / whole for name, value in spent.items()}}
+
+
+def _profiled(model: Any, state: Any, ids: torch.Tensor) -> dict[str, float]:
+    """{part: device time} of a step."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write to stderr
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=kinds, acc_events=True) as found:  # without it torch warns of what it drops
+        logits, _ = model.verify(ids, state)
+        logits.argmax(-1).tolist()
     spent: dict[str, float] = defaultdict(float)
     for entry in found.key_averages():
         if entry.key.startswith(MARK):
-            spent[entry.key.removeprefix(MARK)] += entry.device_time_total if cuda else entry.cpu_time_total
-    whole = sum(spent.values())
-    if not whole:
-        raise RuntimeError("the profiler saw no marked part")
-    return {"shares": {name: value / whole for name, value in spent.items()}}
+            spent[entry.key.removeprefix(MARK)] += entry.device_time_total
+    return spent
 
 
 def counts(config: ModelConfig) -> dict[str, int]:

@@ -8,7 +8,7 @@ alone or verified behind others. Attention sums over the pages up to the row's o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Literal
 
@@ -20,11 +20,11 @@ from k3_kernels.kda import StepWeights
 from k3_kernels.norm import rms_norm
 from k3_sessions.types import StateLayout
 from torch import Tensor
-from torch.profiler import record_function
 
 from k3cli.model.blocks import KdaWeights, MlaWeights, MlpWeights, MoeWeights, Weights
 from k3cli.model.choices import eager_reason, kernel_choices
 from k3cli.model.config import ModelConfig
+from k3cli.model.marks import marked
 from k3cli.model.passes import Chunk, Pass, stacked
 from k3cli.model.placement import prefill_chunk
 from k3cli.model.pool import Pool
@@ -228,7 +228,7 @@ class K3Model:
         """(fp32 logits [T, V], taps [T, taps D] if there are any)."""
         seen: list[Tensor] = []
         hidden = self._layers(ids, now, seen)
-        with _marked("head"):
+        with marked("head"):
             return self._head(hidden), torch.cat(seen, -1) if seen else None
 
     def _head(self, hidden: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class K3Model:
         for i, layer in enumerate(self.weights.layers):
             assert layer.attn_mix is not None
             assert layer.mlp_mix is not None
-            with _marked("mix"):
+            with marked("mix"):
                 if top:
                     h = attnres.mix_norm(slab[: top + 1], layer.attn_mix.query, layer.attn_norm, eps, eps, more)
                 else:
@@ -287,13 +287,13 @@ class K3Model:
             if fresh:  # the raw prefix becomes a snapshot and a new prefix starts from nothing
                 top += 1
             more = self._attention(i, h, now)
-            with _marked("mix"):
+            with marked("mix"):
                 if fresh:
                     slab[top], more = more, None
                 h = attnres.mix_norm(slab[: top + 1], layer.mlp_mix.query, layer.mlp_norm, eps, eps, more)
             more = self._mlp(i, h, now)
         assert self.weights.mix is not None
-        with _marked("mix"):
+        with marked("mix"):
             x = attnres.mix_norm(slab[: top + 1], self.weights.mix.query, self.weights.norm, eps, eps, more)
         if len(self.weights.layers) - 1 in self.tap_layers:
             seen.append(slab[top].clone())
@@ -302,9 +302,9 @@ class K3Model:
     def _attention(self, index: int, x: Tensor, now: Pass) -> Tensor:
         weights, place = self.weights.layers[index].attention, self._place[index]
         if isinstance(weights, KdaWeights):
-            with _marked("kda"):
+            with marked("kda"):
                 return self._kda(weights, x, now, place)
-        with _marked("mla"):
+        with marked("mla"):
             return self._mla(weights, x, now, place)
 
     def _kda(self, w: KdaWeights, x: Tensor, now: Pass, place: int) -> Tensor:
@@ -335,10 +335,10 @@ class K3Model:
         """x [T, D] normed -> [T, D]."""
         w = self.weights.layers[index].mlp
         if isinstance(w, MlpWeights):
-            with _marked("mlp"):
+            with marked("mlp"):
                 gate, up = F.linear(x, w.gate_up).chunk(2, dim=-1)
                 return self._sum(F.linear(self.act(gate, up), w.down))
-        with _marked("moe"):
+        with marked("moe"):
             return self._moe(w, x, now)
 
     def _moe(self, w: MoeWeights, x: Tensor, now: Pass) -> Tensor:
@@ -387,11 +387,6 @@ class K3Model:
         torch.mm(self.act(gate, up), w.shared_down.t(), out=both[T * inner :].view(T, D))
         both = self._sum(both)
         return both[: T * inner].view(T, inner), both[T * inner :].view(T, D)
-
-
-def _marked(part: str) -> AbstractContextManager[object]:
-    """A profiler range `k3:PART`, for who asks where a step's time goes; nothing when nobody does."""
-    return record_function(f"k3:{part}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
 @contextmanager
