@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
-import gc
 import json
 import signal
 from collections.abc import Callable, Iterator
