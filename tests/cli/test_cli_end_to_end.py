@@ -60,7 +60,7 @@ def test_save_leave_resume_fork_replay(run) -> None:
     opened = next(e for e in second if e["type"] == "session")
     assert (opened["how"], opened["replayed"]) == ("resumed", 0)
     assert opened["reused"] == next(e for e in first if e["type"] == "saved")["position"]
-    forked = run("fork", "a", "b", "--at", "1", "-p", "on another branch", "--max-tokens", "16")
+    forked = run("fork", "a", "b", "--at", "1", "-p", "on another branch", "--max-tokens", "16", "--seed", "3")
     assert forked.returncode == 0, forked.stderr
     assert "forked from a" in forked.stderr
     assert "\x1b" not in forked.stderr
