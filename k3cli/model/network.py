@@ -362,6 +362,7 @@ class K3Model:
             shared = projected[:, inner:]
         if w.places is not None:
             ids = w.places[ids]
+            weights = weights * (ids < len(w.owned))  # experts of zeros: several of a row may be the same one
         routed = now.experts(z, ids, weights, w.experts, self.act)
         if self._world is not None:
             routed, shared = self._sum_experts(w, routed, shared)

@@ -292,7 +292,9 @@ def _combine(
     if i < n:
         for j in tl.static_range(K):
             part = tl.load(parts + (i * K + j) * L + column, mask=inside, other=0.0)
-            total += tl.load(weights + slot * K + j) * part
+            weight = tl.load(weights + slot * K + j)
+            # Of an expert that a row has twice, one output was computed; what is in the other's place is no number.
+            total += weight * tl.where(weight == 0, 0.0, part)
     tl.store(out + slot * L + column, total.to(out.dtype.element_ty), mask=inside)
 
 

@@ -109,6 +109,19 @@ def test_bits_depend_on_the_row_alone(dtype):
     assert torch.equal(window(later, experts, SITU, 18, 3), together[:3])
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_expert_that_a_row_names_often_with_weight_zero(dtype):
+    """As a rank does that holds some of the experts, and one of zeros for all others."""
+    (z, ids, weights), experts = make(dtype, k=4)
+    ids[:, 1:3] = 8
+    ids[2] = 8
+    weights[ids == 8] = 0
+    rows = z, ids, weights
+    found = window(rows, experts, SITU, 5, 8)
+    assert error(found.cpu(), expected(rows, experts, SITU, 5, 8)) <= TOLERANCE[dtype]
+    assert not found[(2 - 5) % 8].any()
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="K3's shapes need a device")
 @pytest.mark.parametrize("options", [{}, {"unroll": 1}])
 def test_true_shape(options):
