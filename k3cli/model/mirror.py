@@ -45,6 +45,8 @@ class MirrorModel:
         self._replica = Replica(model, world)
         self._explain = explain
         self._lock = Lock()
+        if world.watch is not None:
+            world.watch.busy = self._lock.locked
         self._numbers = itertools.count(1)
         self._dropped: deque[int] = deque()
         self._committed = NOTHING

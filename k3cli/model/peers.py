@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from k3cli.errors import FitError, K3Error
 from k3cli.model.peer import LOST, SITTING
-from k3cli.model.world import COLLECTIVE, JOINING, World, join, leave
+from k3cli.model.world import COLLECTIVE, JOINING, World, join, leave, ran_out
 
 STAY = "every rank to stay"
 AGAIN = "start the command again: the session on disk is its last saved turn"
@@ -42,6 +42,7 @@ class Peers:
         self.size, self._seconds = len(devices), seconds
         self._folder = Path(tempfile.mkdtemp(prefix="k3-ranks-"))
         self._running: list[subprocess.Popen[bytes]] = []
+        self._stopped: dict[int, float] = {}
         self.parting: Callable[[], None] = lambda: None
         """What has to be done before connections are closed."""
         atexit.register(self.close)
@@ -54,6 +55,7 @@ class Peers:
                     raise self.explain(RuntimeError("did not start"))
             store = dist.FileStore(str(meeting), self.size)
             self.world = join(0, self.size, torch.device(devices[0]), store, seconds)
+            self.world.guard(self._lost, lambda: str(self._blame(self._codes(), RuntimeError())))
             self.world.lost = self._any_ended
             self.world.all(0)
         except BaseException:
@@ -86,8 +88,7 @@ class Peers:
             self._wait(2)  # who was ended has ended, who missed somebody in a sum, too
             self._hang_up()
             self._wait(1)  # who waited for a call ends now, and who sits in one says so; a stopped process does neither
-            codes = {rank: process.poll() for rank, process in enumerate(self._running, 1)}
-            found = self._blame(codes, error)
+            found = self._blame(self._codes(), error)
         self.close()
         return found
 
@@ -108,8 +109,26 @@ class Peers:
         first = (str(error).splitlines() or [""])[0]
         return K3Error(f"rank 0: {first}", "a step that all ranks end", AGAIN)
 
+    def _codes(self) -> dict[int, int | None]:
+        return {rank: process.poll() for rank, process in enumerate(self._running, 1)}
+
     def _any_ended(self) -> bool:
         return any(process.poll() is not None for process in self._running)
+
+    def _lost(self) -> bool:
+        """Whether a peer has ended, or has been stopped for as long as a sum may take (where /proc says so)."""
+        now = time.monotonic()
+        for pid in self.pids():
+            try:
+                stopped = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            except (OSError, IndexError):
+                stopped = False
+            since = self._stopped.setdefault(pid, now)
+            if not stopped:
+                self._stopped[pid] = now
+            elif now - since > self._seconds:
+                return True
+        return self._any_ended()
 
     def _line(self, rank: int, seconds: float) -> str:
         """The next line a peer has written, "" when none comes in time or it has ended."""
@@ -151,7 +170,7 @@ class Peers:
 
 def _own_fault(error: BaseException) -> K3Error | None:
     """What to say when the others are not to blame."""
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if ran_out(error):
         return FitError("rank 0: memory ran out", "room for a step on every rank", AGAIN)
     if not isinstance(error, Exception):
         return K3Error("the ranks were interrupted inside a step", "a step to end", AGAIN)
@@ -191,6 +210,8 @@ class Launched:
     def __init__(self, world: World) -> None:
         self.world = world
         self.parting: Callable[[], None] = lambda: None
+        if world.pulse is not None:
+            world.guard(world.pulse.lost, lambda: str(self._blame(RuntimeError())))
         atexit.register(self.close)
 
     def explain(self, error: BaseException) -> K3Error:

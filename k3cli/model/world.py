@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from k3cli import errors
 from k3cli.errors import K3Error
 from k3cli.model.pulse import Pulse
+from k3cli.model.watch import Watch
 
 Result = TypeVar("Result")
 JOINING = 120.0
@@ -66,7 +67,8 @@ class World:
     """One rank's end. `rank`, `size`; between hosts `calls` carries calls and `control` objects; `group` sums.
 
     lost: whether a rank is known to have ended, from whoever watches them. apart: sums leave parts as they are, for who
-    measures what sums cost; what is computed is then wrong. pulse: of ranks that another program started.
+    measures what sums cost; what is computed is then wrong. pulse: of ranks that another program started. watch: rank
+    0's, where a device computes.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, seconds: float = COLLECTIVE) -> None:
@@ -75,6 +77,7 @@ class World:
         self.lost: Callable[[], bool] = lambda: False
         self.apart = False
         self.pulse: Pulse | None = None
+        self.watch: Watch | None = None
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
         # A call waits until it is taken: the one who calls for as long as for a sum, the others for the next call.
         self.calls = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds) if rank == 0 else IDLE)
@@ -87,11 +90,22 @@ class World:
             self.sum(torch.zeros(size, device=device))
             self.settled(JOINING)
 
+    def guard(self, lost: Callable[[], bool], said: Callable[[], str]) -> None:
+        """Has rank 0's host watched, too, where it may come to sit in a driver; see `Watch`."""
+        self.lost = lost
+        if self.device.type == "cuda":
+            self.watch = Watch(lost, self.group.abort, said)
+
+    def _check(self) -> None:
+        if self.watch is not None and self.watch.aborted:
+            raise RuntimeError("a peer has ended inside a call")
+
     def sum(self, part: Tensor) -> Tensor:
         """The sum of every rank's `part` (one shape and dtype, fp32 or bf16), the same bits on each; `part` is nobody's
         afterwards."""
         if self.apart:
             return part
+        self._check()
         part = part.contiguous()
         if self.size == 2 and part.is_cuda:  # a + b is b + a: there is one order, and one rounding
             dist.all_reduce(part, group=self.group)
@@ -112,6 +126,7 @@ class World:
         """Every rank's part, one behind the other along `dim`, on rank 0; on the others their part."""
         if self.apart:
             return torch.cat([part] * self.size, dim) if self.rank == 0 else part
+        self._check()
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(part, parts, dst=0, group=self.group)
@@ -158,6 +173,7 @@ class World:
             if now > until:
                 raise RuntimeError("a sum of all ranks timed out")
             look = now + LOOK
+        self._check()
 
     def share(self, thing: Any = None) -> Any:
         """Rank 0's object, on every rank."""
@@ -194,6 +210,8 @@ def leave(seconds: float = 5.0) -> None:
     """
     global stuck, _current
     if dist.is_initialized():
+        if _current is not None and _current.watch is not None:
+            _current.watch.end()
         # In a thread: a device may wait for ranks that are gone.
         closing = Thread(target=_close, args=(_current,), name="k3-leave", daemon=True)
         _current = None
@@ -214,15 +232,21 @@ def _close(world: World | None) -> None:
 def is_lost(error: BaseException) -> bool:
     """Whether a collective failed because another rank went away or did not come."""
     words = ("gloo", "Connection", "imed out", "NCCL", "peer")
-    memory = type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, RuntimeError) and not memory and any(word in str(error) for word in words)
+    return isinstance(error, RuntimeError) and not ran_out(error) and any(word in str(error) for word in words)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory ran out: torch's, or that of a library below it, which says so in its own words."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("out of memory", "ALLOC_FAILED"))
 
 
 def described(error: BaseException) -> tuple[str, str, str | None, str | None]:
     """(class, found, expected, do) of what stopped a rank, for the others."""
     if isinstance(error, K3Error):
         return type(error).__name__, error.found, error.expected, error.do
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    memory = ran_out(error)
     first = (str(error).splitlines() or [""])[0]
     found = "memory ran out" if memory else f"{type(error).__name__}: {first}"
     return "FitError" if memory else "K3Error", found, None, None
@@ -252,8 +276,6 @@ def join(rank: int, size: int, device: torch.device, store: Any = None, seconds:
         _current = World(rank, size, device, seconds)
         if store is None:
             _current.pulse = Pulse(met, rank, size)
-            if rank == 0:
-                _current.lost = _current.pulse.lost
         return _current
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         why = (str(error).splitlines() or [""])[0]

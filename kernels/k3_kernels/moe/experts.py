@@ -91,7 +91,7 @@ def experts_window(
     `position mod W`.
 
     z [W, L] (fp32 or bf16, L contiguous), ids [W, k] int64, weights [W, k] fp32, cursor int64 [4] on z's device; idle
-    slots may hold anything and nothing is read for them. A row may name an expert more than once where its weights are 0.
+    slots may hold anything and nothing is read for them. A row may name an expert again where its weights are 0.
     A row's bits depend on its own values alone: not on n, not on its slot, not on experts it shares with others.
     Products are summed in fp32, experts in the order of ids. Nothing waits for the device. Returns [W, L] in z's dtype,
     idle rows zero.

@@ -1,0 +1,55 @@
+"""Rank 0's second look at the other ranks, from a thread: for a host that sits in the driver.
+
+`World.settled` looks at the others while it waits for the device. But the host may not come that far: to load a kernel
+for the first time, to free memory or to find room in a full queue of launches, the driver waits for what runs on the
+device, and a sum whose other end is gone runs for ever. Closing the connections from here ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+
+LOOK = 0.25
+"""Seconds between two looks."""
+GRACE = 1.5
+"""Seconds that the host has to notice by itself."""
+LAST = 15.0
+"""Seconds after which a host that still has not come back is ended."""
+
+
+class Watch:
+    """lost: whether a rank has ended, or has stopped for long. abort: ends sums that wait on this device. said: one
+    line on what happened, for a process that has to be ended from here."""
+
+    def __init__(self, lost: Callable[[], bool], abort: Callable[[], None], said: Callable[[], str]) -> None:
+        self._lost, self._abort, self._said = lost, abort, said
+        self.busy: Callable[[], bool] = lambda: True
+        """Whether the host is at something that needs the others; between two calls nothing of theirs is missing."""
+        self._over = Event()
+        self.aborted = False
+        """Sums were ended: what the device computes from here on is wrong."""
+        Thread(target=self._run, name="k3-watch", daemon=True).start()
+
+    def end(self) -> None:
+        """The host has come back, or never needed this."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not (self.busy() and self._lost()):
+            if self._over.wait(LOOK):
+                return
+        began = time.monotonic()
+        if self._over.wait(GRACE):
+            return
+        self.aborted = True
+        # In a thread of its own: what it waits for may need the host, too.
+        Thread(target=self._abort, name="k3-abort", daemon=True).start()
+        if self._over.wait(LAST - (time.monotonic() - began)):
+            return
+        sys.stderr.write(f"k3: error: {self._said()}\n")
+        sys.stderr.flush()
+        os._exit(1)
