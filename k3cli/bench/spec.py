@@ -226,8 +226,6 @@ def conversations(
         try:
             if choice.model_based:
                 draft_folder(choice, folder)
-                if engine.ranks > 1:
-                    raise UsageError(f"--spec {spec} on {engine.ranks} ranks", "off or suffix")
         except UsageError as problem:
             if request.asked:
                 raise

@@ -139,7 +139,7 @@ def model(settings: Settings) -> Iterator[Check]:
         check_world(config, world)
         if settings.gpus is not None:
             yield Check("chosen", "ranks", ", ".join(names), settings.sources["gpus"])
-        yield from drafting(settings, DEFAULT_WINDOW, folder, world)
+        yield from drafting(settings, DEFAULT_WINDOW, folder)
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         mine, where = held(config, world), str(device) if world == 1 else "each rank"
@@ -175,17 +175,17 @@ def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, windo
     yield Check("chosen", "CUDA graphs", "no" if eager else "yes", eager or recorded)
 
 
-def drafting(settings: Settings, window: int, folder: Path | None = None, ranks: int = 1) -> Iterator[Check]:
+def drafting(settings: Settings, window: int, folder: Path | None = None) -> Iterator[Check]:
     """How decoding drafts, and from what the number of rows is decided.
 
-    window: rows of a step of the model, which lies in `folder` and which `ranks` processes share.
+    window: rows of a step of the model, which lies in `folder`.
     """
     from k3cli.engine.drafting.choose import choose
     from k3cli.engine.drafting.policy import describe
 
     yield Check("chosen", "step", f"{window} rows", "always this many, so that drafts change no bit")
     source = settings.sources.get("spec")
-    choice = choose(settings.spec, f"asked for by {source}" if source else "", folder, ranks)
+    choice = choose(settings.spec, f"asked for by {source}" if source else "", folder)
     yield Check("chosen", "drafts", choice.kind, choice.reason)
     if choice.model_based:
         where = choice.folder or "the model's own"

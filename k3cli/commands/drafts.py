@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from k3cli.errors import ModelError, UsageError
+from k3cli.errors import FitError, ModelError, UsageError
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -76,12 +76,15 @@ class Drafts:
         if self.auto:
             from k3cli.engine.drafting.choose import choose, without_draft
 
-            choice = choose("auto", model=engine.folder, ranks=engine.ranks)
+            choice = choose("auto", model=engine.folder)
             if choice.model_based:
                 try:
                     engine.speculate(choice, self.window, sources=sources)
                     return ""
-                except ModelError as error:  # nobody asked for this draft: text is drafted from all the same
+                except (
+                    ModelError,
+                    FitError,
+                ) as error:  # nobody asked for this draft: text is drafted from all the same
                     choice = without_draft(error)
                     problem = f"drafts come from matches in the text alone: {choice.reason.removeprefix('auto: ')}"
         engine.speculate(choice, self.window, sources=sources)

@@ -150,23 +150,29 @@ class Engine:
             raise UsageError(f"window is {rows}", f"1 to {window}, the rows of a step of this model")
         self.speculation = choice
         self._draft_rows = rows
-        if choice.model_based and self.ranks > 1:
-            raise UsageError(
-                f"spec is {choice.kind} on {self.ranks} ranks",
-                "auto, off or suffix: the draft needs whole tables of tokens",
-            )
         if choice.model_based and make is None:
             sources["draft"] = self._load_draft(choice)
         self._make_drafter = make or drafter_maker(choice, **sources)
 
     def _load_draft(self, choice: Choice) -> DraftModel:
-        """The draft model of a choice; the target hands out what it reads from here on. ModelError, UsageError."""
+        """The draft model of a choice; the target hands out what it reads from here on.
+
+        Of several ranks, rank 0 drafts, and tells the others the rows of each step like any other. Raises ModelError,
+        UsageError, FitError.
+        """
+        from k3cli.model.dspark.tables import whole_tables
         from k3cli.model.dspark.weights import load_draft
 
         assert self.folder is not None
-        tables = self.model.weights
-        draft = load_draft(draft_folder(choice, self.folder), self.model.config, tables.embed, tables.head)
-        self.model.tap_layers = draft.config.taps
+        folder, model = draft_folder(choice, self.folder), self.model
+        if self.ranks > 1:
+            # The states' memory first: how much every rank has of it was settled when the model was loaded.
+            assert model.pool
+            embed, head = whole_tables(self.folder, model.config, self.device, model.dtype)
+        else:
+            embed, head = model.weights.embed, model.weights.head
+        draft = load_draft(folder, model.config, embed, head)
+        model.tap_layers = draft.config.taps
         return draft
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor
 from k3cli.errors import K3Error
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import K3Model
+from k3cli.model.pool import Pool
 from k3cli.model.replica import LOGITS, NOTHING, Call, Op, Replica
 from k3cli.model.state import State, state_layout
 from k3cli.model.step import WindowLog
@@ -55,6 +56,23 @@ class MirrorModel:
     def state_layout(self) -> StateLayout:
         """The whole model's, as the store keeps it."""
         return self._layout
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """See `K3Model`. Rank 0 alone hands out what is tapped: every rank has the whole residual stream."""
+        return self._replica.model.tap_layers
+
+    @tap_layers.setter
+    def tap_layers(self, layers: tuple[int, ...]) -> None:
+        if layers != self.tap_layers:
+            # Steps are recorded and replayed by all ranks alike, or by none.
+            self.call(Call(Op.FORGET))
+            self._replica.model.tap_layers = layers
+
+    @property
+    def pool(self) -> Pool:
+        """Rank 0's, made with the first use: all ranks' have the same size, agreed on when the model was loaded."""
+        return self._replica.model.pool
 
     def new_state(self) -> MirrorState:
         """An empty state at position 0. Raises FitError."""

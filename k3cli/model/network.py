@@ -41,10 +41,7 @@ products costs more than it saves, and much more when other programs use the cor
 class K3Model:
     """A loaded network on one device. What a sequence needs is in its `State`; all states of a model share one pool.
 
-    prefill_chunk: tokens of the chunks a prompt is best cut into, at multiples of it. tap_layers: 0-based layers,
-    ascending, behind which the residual stream is handed out with every evaluated token; to be set before the first
-    step.
-    """
+    prefill_chunk: tokens of the chunks a prompt is best cut into, at multiples of it."""
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class K3Model:
         self.dtype = dtype
         self.window = window
         self._world, self._granules = world, granules
-        self.tap_layers: tuple[int, ...] = ()
+        self._taps: tuple[int, ...] = ()
         self.act: Activation = Swiglu() if config.situ is None else Situ(*config.situ)
         self._layout = state_layout(config, dtype)
         size = sum(sink.nbytes for sink in weights.sinks().values())
@@ -87,6 +84,20 @@ class K3Model:
     def state_layout(self) -> StateLayout:
         """The state's named fields, as the store keeps them."""
         return self._layout
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """0-based layers, ascending, behind which the residual stream is handed out with every evaluated token.
+
+        Other layers than before drop what was recorded of steps. Over several ranks all of them have to drop it.
+        """
+        return self._taps
+
+    @tap_layers.setter
+    def tap_layers(self, layers: tuple[int, ...]) -> None:
+        if layers != self._taps:
+            self._taps = layers
+            self.forget_steps()
 
     @cached_property
     def pool(self) -> Pool:
@@ -261,7 +272,7 @@ class K3Model:
         for i, layer in enumerate(self.weights.layers):
             x = x + self._attention(i, rms_norm(x, layer.attn_norm, eps), now)
             x = x + self._mlp(i, rms_norm(x, layer.mlp_norm, eps), now)
-            if i in self.tap_layers:
+            if i in self._taps:
                 seen.append(x)
         return rms_norm(x, self.weights.norm, eps)
 
@@ -281,7 +292,7 @@ class K3Model:
                     h = attnres.mix_norm(slab[: top + 1], layer.attn_mix.query, layer.attn_norm, eps, eps, more)
                 else:
                     h = rms_norm(slab[0], layer.attn_norm, eps)
-            if i - 1 in self.tap_layers:  # whole only now that the last sublayer's part was added
+            if i - 1 in self._taps:  # whole only now that the last sublayer's part was added
                 seen.append(slab[top].clone())
             fresh = i % block == 0
             if fresh:  # the raw prefix becomes a snapshot and a new prefix starts from nothing
@@ -295,7 +306,7 @@ class K3Model:
         assert self.weights.mix is not None
         with marked("mix"):
             x = attnres.mix_norm(slab[: top + 1], self.weights.mix.query, self.weights.norm, eps, eps, more)
-        if len(self.weights.layers) - 1 in self.tap_layers:
+        if len(self.weights.layers) - 1 in self._taps:
             seen.append(slab[top].clone())
         return x
 

@@ -50,6 +50,7 @@ class Op(IntEnum):
     PUBLISH = 10
     MODE = 11
     END = 12
+    FORGET = 13
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class Replica:
             return known
         if call.op == Op.MODE:
             return model.set_mode(*MODES[call.n])
+        if call.op == Op.FORGET:
+            return model.forget_steps()
         state: Any = held[call.a]
         if call.op == Op.PREFILL:
             taps: list[Tensor] = []

@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,19 @@ def whole(timeline: Timeline) -> Any:
     return timeline.tokens, timeline.position, list(timeline.schedule), fields | rows
 
 
+def stored(timeline: Timeline) -> Any:
+    """What a store would give back of a timeline's state: bytes of its own."""
+    saved = timeline.snapshot()
+    pages = [f.name for f in timeline.model.state_layout().fields if f.scope == "page"]
+    rows = {name: saved.page_rows(name, 0, saved.position) for name in pages}
+    fields = saved.checkpoint()
+
+    def page_rows(name: str, start: int, stop: int) -> Any:
+        return rows[name][:, start:stop]
+
+    return SimpleNamespace(position=saved.position, checkpoint=lambda: fields, page_rows=page_rows)
+
+
 def cell(engine: Engine, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> tuple[list[Any], int, int]:
     """Both branches of a forked run and the one that goes on from saved bytes; and (steps, tokens) they took."""
     found, steps, tokens = [], 0, 0
@@ -169,9 +183,9 @@ def cell(engine: Engine, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> 
     child = timeline.fork()
     for _ in stream:
         pass
-    saved = child.snapshot()
+    saved = stored(child)
     child_position = child.position
-    again = engine.restored_timeline(saved, child.tokens)  # type: ignore[arg-type]
+    again = engine.restored_timeline(saved, child.tokens)
     again.schedule = child.schedule.copy()
     list(child.generate(sampling, (), AFTER))
     list(again.generate(sampling, (), AFTER))

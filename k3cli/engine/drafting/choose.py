@@ -40,16 +40,13 @@ OWN_DRAFT = "dspark"
 OFF = Choice("off", "", "nothing was asked for")
 
 
-def choose(spec: str, reason: str = "", model: Path | None = None, ranks: int = 1) -> Choice:
+def choose(spec: str, reason: str = "", model: Path | None = None) -> Choice:
     """What a `spec` setting stands for. UsageError when it is unknown.
 
     reason: where it came from. model: the target's folder, in which `auto` looks for a draft; None: it finds none.
-    ranks: that share the target; a draft model reads whole tables of tokens, which only a model in one piece has.
     """
     kind, _, folder = spec.partition(":")
     if kind == "auto" and not folder:
-        if ranks > 1:
-            return Choice("suffix", "", f"auto: a draft model runs beside a model in one piece, not on {ranks} ranks")
         if model is not None and (model / OWN_DRAFT / "config.json").is_file():
             return Choice("both", "", f"auto: long matches, and the model's own draft ({OWN_DRAFT}/) where text is new")
         return Choice("suffix", "", "auto: the model has no draft of its own; matches in the text need no weights")

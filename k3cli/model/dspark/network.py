@@ -85,7 +85,7 @@ class DraftCache:
 
 
 class DraftModel:
-    """A loaded draft on the target's device. embed and head are the target's own tables."""
+    """A loaded draft on the target's device. embed and head are the target's own tables; embed may lie elsewhere."""
 
     def __init__(self, config: DraftConfig, weights: DraftWeights, embed: Tensor, head: Tensor) -> None:
         self.config, self.weights, self.embed, self.head = config, weights, embed, head
@@ -113,9 +113,9 @@ class DraftModel:
     def block(self, cache: DraftCache, anchor: int, position: int) -> Tensor:
         """Hidden rows [block, D] behind the final norm of [anchor, mask, ...] at position, position + 1, ..."""
         cfg = self.config
-        ids = torch.tensor([anchor] + [cfg.mask_id] * (cfg.block - 1), device=self.device)
+        ids = torch.tensor([anchor] + [cfg.mask_id] * (cfg.block - 1), device=self.embed.device)
         positions = torch.arange(position, position + cfg.block, device=self.device)
-        x = F.embedding(ids, self.embed).to(self.dtype)
+        x = F.embedding(ids, self.embed).to(self.device, self.dtype)
         for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(x, layer.input_norm, cfg.eps)
             rows = torch.cat((cache.layer(index), self._keys(layer, normed, positions)))
