@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -30,7 +32,8 @@ def model(request: pytest.FixtureRequest, splittable: Path) -> tuple[str, ...]:
 
 def k3(*words: str, rank: tuple[str, str] | None = None, **more) -> subprocess.Popen[str]:
     """rank: (number, port) of one of two that this program starts, as torchrun does."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     if rank is not None:
         environment |= {"RANK": rank[0], "LOCAL_RANK": rank[0], "WORLD_SIZE": "2", "MASTER_PORT": rank[1]}
         environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -38,9 +41,19 @@ def k3(*words: str, rank: tuple[str, str] | None = None, **more) -> subprocess.P
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **more)
 
 
+def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[str, str]:
+    """(stdout, stderr) of a command that ends in time; of one that doesn't, where all of its threads are."""
+    try:
+        return process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        _, err = process.communicate(timeout=10)
+        pytest.fail(f"{process.args} did not end in {seconds} s:\n{err}")
+
+
 def said(*words: str) -> list[dict]:
     process = k3(*words, "--json", "--max-tokens", "6", "-t", "0")
-    out, err = process.communicate(timeout=120)
+    out, err = ended(process)
     assert process.returncode == 0, err
     return [json.loads(line) for line in out.splitlines()]
 
@@ -72,7 +85,8 @@ def test_a_session_goes_from_two_ranks_to_one(model: tuple[str, ...]):
     back = said("resume", "a", *model, "-p", "go on")
     assert answer(back) != ""
     notices = [event["message"] for event in back if event["type"] == "notice"]
-    assert any("ranks 2; now ranks 1" in line for line in notices)
+    # On GPUs the half of a layer may be too narrow for a kernel that takes the whole: then those differ, too.
+    assert any(re.search(r"\branks 2\b.*; now .*\branks 1\b", line) for line in notices), notices
     counts = next(event for event in back if event["type"] == "saved")
     assert counts["replayed"] == 0
     assert counts["reused"] > 50
@@ -87,8 +101,13 @@ def test_a_session_goes_from_two_ranks_to_one(model: tuple[str, ...]):
 def answering(process: subprocess.Popen[str]) -> None:
     """Waits until a command is in the middle of its answer."""
     assert process.stdout is not None
-    while json.loads(process.stdout.readline())["type"] not in ("text", "thinking"):
-        pass
+    watch = Timer(60, process.send_signal, (signal.SIGABRT,))
+    watch.start()
+    for line in process.stdout:
+        if json.loads(line)["type"] in ("text", "thinking"):
+            watch.cancel()
+            return
+    pytest.fail(f"no answer:\n{process.communicate()[1]}")
 
 
 def with_peer(model: tuple[str, ...]) -> tuple[subprocess.Popen[str], int]:
@@ -104,7 +123,7 @@ def with_peer(model: tuple[str, ...]) -> tuple[subprocess.Popen[str], int]:
 def test_nothing_stays_when_rank_0_ends(model: tuple[str, ...], how: str):
     process, peer = with_peer(model)
     getattr(process, how)()
-    process.communicate(timeout=30)
+    ended(process, 30)
     until = time.monotonic() + 5
     while running(peer) and time.monotonic() < until:
         time.sleep(0.05)
@@ -117,7 +136,7 @@ def test_ctrl_c_stops_all_ranks_at_one_token(model: tuple[str, ...]):
     """What was said up to there is saved, and goes on in one process without evaluating anything again."""
     process, peer = with_peer(model)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = ended(process)
     assert process.returncode == 130, err
     assert any(json.loads(line)["type"] == "saved" for line in out.splitlines())
     assert not running(peer)
@@ -132,7 +151,7 @@ def test_a_lost_peer_is_one_line_and_nothing_stays(model: tuple[str, ...], how: 
     process, peer = with_peer(model)
     os.kill(peer, how)
     began = time.monotonic()
-    _, err = process.communicate(timeout=60)
+    _, err = ended(process)
     assert time.monotonic() - began < 30
     killed = how == signal.SIGKILL
     found = "was ended by signal 9; expected every rank to stay" if killed else "has not answered for 20 s"
@@ -155,7 +174,7 @@ def test_a_lost_rank_that_another_program_started_is_named(model: tuple[str, ...
         answering(first)
         os.kill(second.pid, how)
         began = time.monotonic()
-        _, err = first.communicate(timeout=60)
+        _, err = ended(first)
         assert time.monotonic() - began < 30
     finally:
         second.kill()
@@ -172,6 +191,6 @@ def test_refusals_name_what_works(splittable: Path):
         (("--gpus", "2", "--spec", "dspark:" + str(NANO / "dspark")), "--spec dspark with --gpus 2"),
     ):
         process = k3("chat", "-m", str(splittable), "--device", "cpu", "-p", "hello", *words)
-        _, err = process.communicate(timeout=60)
+        _, err = ended(process)
         assert process.returncode == 2, err
         assert found in err
