@@ -11,6 +11,7 @@ import numpy as np
 
 from k3_sessions.blobs import TEMP_PREFIX, Blobs, path_of
 from k3_sessions.errors import BadName, Damaged, SessionMissing, StoreError, os_errors
+from k3_sessions.objects import Blob
 from k3_sessions.records import REPAIR, Page, Ref, Root, TurnRecord, read_ref, read_root, read_turn
 from k3_sessions.types import Array, Session, Turn
 
@@ -185,10 +186,17 @@ class Catalog:
             branch = path[: index[entry.turn] + 1] if entry.turn in index else self.path(entry.turn)
             need.pages.update((page.blob.id, page.blob.size) for page in self.pages(branch))
             need.checkpoints.update((blob.id, blob.size) for blob in branch[-1].checkpoint)
+            if (hints := self.hints(branch[-1])) is not None:
+                need.checkpoints[hints.id] = hints.size
             need.other.update((turn.id, turn.size) for turn in branch)
         for branch in marked:
             need.other.update((turn.id, turn.size) for turn in branch)
         return need
+
+    def hints(self, turn: TurnRecord) -> Blob | None:
+        """The turn's hints, unless it has none or they are gone, which is no damage."""
+        found = turn.hints
+        return None if found is None or self._fs.info(path_of(found.id)) is None else found
 
     def root_size(self, key: str) -> int:
         found = self._fs.info(path_of(key))
@@ -226,5 +234,5 @@ class Catalog:
             meta=turn.meta,
             has_checkpoint=bool(turn.checkpoint) and turn.id in kept,
             bytes_pages=sum(page.blob.size for page in turn.pages),
-            bytes_checkpoint=sum(blob.size for blob in turn.checkpoint),
+            bytes_checkpoint=sum(blob.size for blob in turn.boundary()),
         )

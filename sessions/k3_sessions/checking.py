@@ -14,6 +14,7 @@ from k3_sessions import restoring
 from k3_sessions.blobs import Blobs, path_of
 from k3_sessions.catalog import Catalog
 from k3_sessions.errors import Damaged, StoreError
+from k3_sessions.hints import read_hints
 from k3_sessions.identity import PrefixDigest, identity_digest
 from k3_sessions.objects import Blob, Kind
 from k3_sessions.records import Kept, Ref, Root
@@ -152,6 +153,8 @@ def _inspect_boundary(blobs: Blobs, findings: Findings, ref: Ref, root: Root, en
         claims = group_claims(group, seed, at)
         job = partial(check, blob, Kind.CHECKPOINT, "checkpoint", claims)
         findings.want(blob.id, ref.name, blob.size, job)
+    if (hints := catalog.hints(turn)) is not None:
+        findings.want(hints.id, ref.name, hints.size, partial(read_hints, blobs, hints, seed, turn))
 
 
 def verify(store: Store, names: Sequence[str] | None) -> VerifyReport:

@@ -3,7 +3,7 @@
     0   8  magic
     8   1  major version     a reader refuses another major
     9   1  minor version     the lowest that can read this object; a reader accepts a higher one
-    10  2  kind, u16 LE      1 root, 2 turn, 3 page, 4 checkpoint
+    10  2  kind, u16 LE      1 root, 2 turn, 3 page, 4 checkpoint, 5 hints
     12  4  header bytes, u32 LE
     16  .  header, JSON in UTF-8 with sorted keys: {"meta": {...}, "sections": [...]}
     .   .  frames of each section, in order; the file ends with the last one
@@ -11,7 +11,7 @@
 A section is {"name", "dtype", "dims", "frames": [[codec, bytes], ...]} and may say "optional": true. Readers skip
 optional sections they do not know and refuse others. The object's name is the sha256 of all its bytes.
 Minor version 1 brought plain frames (codec.py); objects without one still say 0. Minor version 2 brought checks in
-turns (records.py), which older readers may pass over, so no object says 2.
+turns (records.py), and 3 hints (hints.py): older readers may pass over both, so no object says 2 or 3.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from k3_sessions.source import Memory, Source
 from k3_sessions.types import DTYPES, Array
 
 MAGIC = b"K3OBJ\r\n\x1a"
-MAJOR, MINOR = 1, 2
+MAJOR, MINOR = 1, 3
 """The newest format this code reads and writes."""
 Parts = list[bytes | memoryview]
 PREFIX = struct.Struct("<8sBBHI")
@@ -47,6 +47,7 @@ class Kind(IntEnum):
     TURN = 2
     PAGE = 3
     CHECKPOINT = 4
+    HINTS = 5
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class TurnRecord:
     """A turn as stored. `pages` replace the parent's pages from position `pages_from` on.
 
     root_copy: in a session's first turn, what the root object says, so that the loss of that one file loses nothing.
+    hints: see hints.py; the object may be gone.
     """
 
     parent: str | None
@@ -62,12 +63,17 @@ class TurnRecord:
     pages: tuple[Page, ...]
     checkpoint: tuple[Blob, ...]
     root_copy: Mapping[str, Any] | None = None
+    hints: Blob | None = None
     id: str = ""
     size: int = 0
 
     @property
     def total(self) -> int:
         return self.start + len(self.tokens)
+
+    def boundary(self) -> tuple[Blob, ...]:
+        """What goes when no session keeps this boundary any more."""
+        return self.checkpoint if self.hints is None else (*self.checkpoint, self.hints)
 
     def pack(self, level: int) -> Parts:
         meta: dict[str, Any] = {
@@ -87,6 +93,8 @@ class TurnRecord:
             meta["checks"] = [b.check for b in blobs]
         if self.root_copy is not None:
             meta["root_copy"] = self.root_copy
+        if self.hints is not None:
+            meta["hints"] = [*self.hints.to_json(), self.hints.check]
         return pack(Kind.TURN, meta, [("tokens", "uint32", self.tokens)], level)
 
 
@@ -218,9 +226,15 @@ def read_turn(data: Any, key: str, where: str) -> TurnRecord:
             pages=tuple(Page(int(a), int(b), Blob(i, int(n), _check(checks))) for a, b, i, n in meta["pages"]),
             checkpoint=tuple(Blob(i, int(n), _check(checks)) for i, n in meta["checkpoint"]),
             root_copy=dict(meta["root_copy"]) if "root_copy" in meta else None,
+            hints=_hints(meta["hints"]) if "hints" in meta else None,
             id=key,
             size=len(data),
         )
+
+
+def _hints(found: Any) -> Blob:
+    key, size, check = found
+    return Blob(str(key), int(size), _check(iter((check,))))
 
 
 def _check(checks: Iterator[Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from k3_sessions import checking, marker, portable, prefix, repairing, restoring, room, upkeep
+from k3_sessions import checking, hints, marker, portable, prefix, repairing, restoring, room, upkeep
 from k3_sessions.blobs import Blobs, write_file
 from k3_sessions.catalog import Catalog, check_name, file_id
 from k3_sessions.common import check_json, now
@@ -247,6 +247,13 @@ class Store(Locks):
                 yield stream
             finally:
                 stream.close()
+
+    def hints(self, plan: RestorePlan, identity: Identity, layout: StateLayout) -> Mapping[str, Array]:
+        """What was kept beside the checkpoint that `plan` starts from; {} where nothing was, or is any more.
+
+        Raises IdentityMismatch; Damaged for what is there and not as written: all goes on without it.
+        """
+        return hints.restore(self, plan, identity, layout)
 
     def find_prefix(self, identity: Identity, layout: StateLayout, ids: Sequence[int] | Array) -> RestorePlan | None:
         """The longest stored joint boundary whose tokens are exactly the first of `ids`, whoever stored it.

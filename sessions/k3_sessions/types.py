@@ -65,7 +65,11 @@ class Identity:
 
 
 class StateSource(Protocol):
-    """Live state the store copies from at a commit. Arrays must stay unchanged until `commit` returns."""
+    """Live state the store copies from at a commit. Arrays must stay unchanged until `commit` returns.
+
+    A source may also have `hints()`, a `Mapping[str, Array]` of float32, uint32 or uint16 arrays that are no state:
+    see hints.py.
+    """
 
     def checkpoint(self) -> Mapping[str, Array]:
         """Every checkpoint field at `position`, each `[len(layers), *shape]`, C-contiguous."""

@@ -136,8 +136,8 @@ def drop_checkpoints(store: Store, turns: Sequence[TurnRecord]) -> tuple[tuple[s
                 return (), ("thinned checkpoints stay on disk: a session cannot be read; run `k3 verify`",)
             kept = {entry.turn for ref in refs for entry in ref.keep}
             gone = [turn for turn in turns if turn.id not in kept]
-            wanted = {blob.id for turn in kept for blob in store.catalog.turn(turn).checkpoint}
-            _delete(store, {blob.id for turn in gone for blob in turn.checkpoint} - wanted)
+            wanted = {blob.id for turn in kept for blob in store.catalog.turn(turn).boundary()}
+            _delete(store, {blob.id for turn in gone for blob in turn.boundary()} - wanted)
             return tuple(turn.id for turn in gone), ()
     except StoreBusy:
         store.postponed = turns

@@ -1,6 +1,6 @@
 """Writing turns: the one writer of a session, and what a commit does, in order.
 
-1 objects   pages and checkpoint groups not on disk yet: temp file, write, fsync, rename
+1 objects   pages, checkpoint groups and hints not on disk yet: temp file, write, fsync, rename
 2           their directories are synced
 3 turn      the same way, pointing at the objects and at its parent
 4 ref       replaced atomically, its directory synced: from here on the turn is saved
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from k3_sessions import room, upkeep
+from k3_sessions import hints, room, upkeep
 from k3_sessions.blobs import Batch
 from k3_sessions.common import check_json, new_tree, now
 from k3_sessions.errors import BadDraft, IOFailure, SessionChanged, SessionMissing
@@ -162,12 +162,12 @@ class SessionWriter:
         tokens = self._check(draft)
         with _short_of_memory():
             try:
-                checkpoint = check_checkpoint(self._layout, source.checkpoint())
+                checkpoint, beside = check_checkpoint(self._layout, source.checkpoint()), hints.taken(source)
             except MemoryError:
                 self._keep(draft, tokens)
                 raise
             self._keep(draft, tokens)
-            return self._store_waiting(source, checkpoint)
+            return self._store_waiting(source, checkpoint, beside)
 
     def _keep(self, draft: TurnDraft, tokens: Array) -> None:
         self._waiting.append(_Waiting(draft, tokens, now()))
@@ -178,7 +178,8 @@ class SessionWriter:
         if not self._waiting:
             return None
         with _short_of_memory():
-            return self._store_waiting(source, check_checkpoint(self._layout, source.checkpoint()))
+            checkpoint = check_checkpoint(self._layout, source.checkpoint())
+            return self._store_waiting(source, checkpoint, hints.taken(source))
 
     def _check(self, draft: TurnDraft) -> Array:
         total, position = self._end()
@@ -193,7 +194,9 @@ class SessionWriter:
         check_json(draft.meta, "the turn's meta data")
         return tokens.astype("<u4")
 
-    def _store_waiting(self, source: StateSource, checkpoint: Mapping[str, Array]) -> CommitReport:
+    def _store_waiting(
+        self, source: StateSource, checkpoint: Mapping[str, Array], beside: Mapping[str, Array]
+    ) -> CommitReport:
         began = time.perf_counter()
         store = self._store
         self._adopt_attempt()
@@ -212,6 +215,7 @@ class SessionWriter:
         raw = (
             new_rows * self._row_bytes()
             + sum(group.raw_bytes for group in groups)
+            + sum(array.nbytes for array in beside.values())
             + 4 * sum(len(w.tokens) for w in waiting)
         )
         evicted = room.make(store, raw + TURN_OVERHEAD, self.name)
@@ -221,9 +225,14 @@ class SessionWriter:
             pages, page_bytes, blobs, checkpoint_bytes = self._store_state(
                 source, checkpoint, digest, inherited, exact, position, batch
             )
+            kept: Blob | None = None
+            if beside:
+                parts = hints.pack_hints(beside, self._seed, (position, digest.at(position)), store.config.zstd_level)
+                kept, more = store.blobs.put(parts, batch)
+                checkpoint_bytes += more
             root, _ = store.blobs.put(self._root.pack(), batch)
             store.blobs.settle(batch)
-            records = self._store_turns(waiting, digest, parent_pages, pages, blobs, root.id, batch)
+            records = self._store_turns(waiting, digest, parent_pages, pages, blobs, kept, root.id, batch)
             store.blobs.settle(batch)
             self._attempt = records
             with store.changing_refs():
@@ -357,6 +366,7 @@ class SessionWriter:
         parent_pages: Sequence[Page],
         pages: Sequence[Page],
         checkpoint: tuple[Blob, ...],
+        kept: Blob | None,
         root: str,
         batch: Batch,
     ) -> tuple[TurnRecord, ...]:
@@ -383,6 +393,7 @@ class SessionWriter:
                 pages=tuple(pages[same:]) if last else (),
                 checkpoint=checkpoint if last else (),
                 root_copy=None if parent else self._root.to_json(),
+                hints=kept if last else None,
             )
             blob, _ = self._store.blobs.put(record.pack(self._store.config.zstd_level), batch)
             parent = replace(record, id=blob.id, size=blob.size)

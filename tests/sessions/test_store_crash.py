@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 
+import numpy as np
 import pytest
 from k3_sessions import Store
 from k3_sessions.blobs import path_of
@@ -33,13 +34,14 @@ def base():
 
 
 NEW = ids(40, 5)
+HINT = np.arange(900, dtype="<u4")
 
 
 def commit(store: Store, tokens: list[int]) -> None:
     plan = store.plan(store.session("a").head, IDENTITY, LAYOUT)
     done = tokens + NEW
     with store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT) as writer:
-        writer.commit(draft(NEW, len(done) - 1, restored=plan), Toy(done, len(done) - 1))
+        writer.commit(draft(NEW, len(done) - 1, restored=plan), Toy(done, len(done) - 1, beside={"h": HINT}))
 
 
 def create(store: Store, tokens: list[int]) -> None:
@@ -118,6 +120,8 @@ def check_store(fs: SimFS, base, name: str, finished: bool) -> None:
         assert plan.boundary == log[-1].position
         said = store.tokens(session.head).tolist()
         check(store.restore(plan, IDENTITY, LAYOUT), said)
+        if said == tokens + NEW:
+            assert np.array_equal(store.hints(plan, IDENTITY, LAYOUT)["h"], HINT)
         if session.name != "c":
             assert said in (tokens, tokens[:530], tokens + NEW, tokens[:500] + NEW)
     # Life goes on, and what the crash left lying about is collected.

@@ -9,13 +9,14 @@ import sys
 
 import k3_sessions
 import pytest
-from k3_sessions import HASH_BLOCK, Store, codec, objects, portable, records, state_objects
+from k3_sessions import HASH_BLOCK, Store, codec, hints, objects, portable, records, state_objects
 from k3_sessions.blobs import TEMP_PREFIX
 
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft
 
 GOLDEN_HEAD = "d84fca109f5b1a4e324aebc2a819db90aeb34e9c19be31003b785335b80f14d3"
 GOLDEN_1_2 = "6c8c675e2b3bd6d5c5848ff3c1f1662bf8cc3ef5ce5a7fb3b1b9e7a2e8a316e9"
+GOLDEN_1_3 = "de8ebc06e1b445c52f9a9c6b5923096ac8f683a55f30372cfb70e2b8890d58ae"
 GOLDEN_CHECK = "5f0c86b63a328fd7557f30903b3bd66c"
 GOLDEN_FORMAT = (
     b'{"hash":"sha256","k3":"store","sha256":"01a6a39d2545dcd4bf7b179a3d11827fbef015d6f16c945a503e20bb599aa70c",'
@@ -63,6 +64,23 @@ def test_a_session_stored_by_release_1_2_still_comes_back(tmp_path, repo_root):
     assert (tmp_path / "again").read_bytes() == golden.read_bytes()
 
 
+def test_a_session_stored_by_release_1_3_still_comes_back(tmp_path, repo_root):
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    golden = repo_root / "tests/sessions/golden/session-1.3.k3s"
+    store.import_(golden)
+    head = store.session("golden").head
+    assert head == GOLDEN_1_3
+    plan = store.plan(head, IDENTITY, LAYOUT)
+    check(store.restore(plan, IDENTITY, LAYOUT), store.tokens(head).tolist())
+    found = store.hints(plan, IDENTITY, LAYOUT)
+    assert {name: (str(a.dtype), a.tolist()) for name, a in found.items()} == {
+        "draft.one": ("float32", [[0.0, 0.5, 1.0], [1.5, 2.0, 2.5]]),
+        "draft.two": ("uint16", [1, 2, 3]),
+    }
+    store.export("golden", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == golden.read_bytes()
+
+
 @pytest.fixture(scope="module")
 def document(repo_root):
     return (repo_root / "sessions/README.md").read_text(encoding="utf-8")
@@ -86,6 +104,7 @@ def test_constants_in_the_document_are_those_of_the_code(document):
         "ZSTD": codec.ZSTD,
         "PLAIN": codec.PLAIN,
         "GROUP_BYTES": state_objects.GROUP_BYTES,
+        "HINT_BYTES": hints.HINT_BYTES,
         "TEMP_PREFIX": TEMP_PREFIX,
         "kinds": ", ".join(f"{kind.value} {kind.name.lower()}" for kind in objects.Kind),
         "thinning.last": config.thinning.last,

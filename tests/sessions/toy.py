@@ -36,6 +36,7 @@ class Toy:
     layout: StateLayout = LAYOUT
     noise: int = 0
     calls: list[tuple[str, int, int]] = field(default_factory=list)
+    beside: dict[str, np.ndarray] = field(default_factory=dict)
 
     def _rolling(self) -> np.ndarray:
         value, out = 1 + self.noise, np.empty(self.position + 1, dtype=np.uint64)
@@ -65,6 +66,9 @@ class Toy:
             for f in self.layout.fields
             if f.scope == "checkpoint"
         }
+
+    def hints(self) -> dict[str, np.ndarray]:
+        return self.beside
 
     def page_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         self.calls.append((name, start, stop))
