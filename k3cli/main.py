@@ -117,12 +117,16 @@ def main() -> int:
         command.main(args, prog_name=prog, complete_var=completing)
         return Exit.OK
     try:
-        rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        peer = rank.isdecimal() and size.isdecimal() and int(rank) > 0
-        code = _peer(int(rank), int(size)) if peer else _run(command, prog, args)
+        words = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        rank, size = map(int, words) if all(word.isdecimal() for word in words) else (0, 1)
+        code = _peer(rank, size) if rank else _run(command, prog, args)
         ignore_signals()
         sys.stdout.flush()
         world = sys.modules.get("k3cli.model.world")
+        if rank == 0 and size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and not (world is not None and world.met):
+            from k3cli.model.peers import end_early
+
+            end_early(size, code)
         if world is not None and world.stuck:
             os._exit(code)
         return code

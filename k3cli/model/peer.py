@@ -57,15 +57,21 @@ def main() -> int:
 
 def run_launched(rank: int, size: int) -> int:
     """The life of a rank that another program started; ends the process. Raises K3Error when it can't join."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 saves the turn and ends; its end is everybody's
     import torch
 
     from k3cli.model.peers import local_device
+    from k3cli.model.pulse import OverError
     from k3cli.model.world import described, is_lost, join
 
-    # One kind of device for all: a machine with GPUs that is to use its CPU hides them (CUDA_VISIBLE_DEVICES).
-    world = join(rank, size, local_device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        # One kind of device for all: a machine with GPUs that is to use its CPU hides them (CUDA_VISIBLE_DEVICES).
+        world = join(rank, size, local_device("cuda" if torch.cuda.is_available() else "cpu"))
+    except OverError as end:
+        if end.exit_code and os.environ.get("LOCAL_RANK", "0") == "0":
+            raise  # one line a machine
+        os._exit(end.exit_code)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 saves the turn and ends; its end is everybody's
     try:
         code = _work(world)
     except Exception as error:

@@ -17,14 +17,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from k3cli.errors import FitError, K3Error
 from k3cli.model.peer import LOST, SITTING
+from k3cli.model.pulse import over
 from k3cli.model.world import COLLECTIVE, JOINING, World, join, leave, ran_out
 
 STAY = "every rank to stay"
@@ -202,6 +205,12 @@ def local_device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def end_early(size: int, code: int, seconds: float = 20.0) -> None:
+    """Rank 0 of a launched world ends without a model: the others, who wait for it, end with the same exit code."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        over(next(iter(rendezvous("env://", 0, size, timeout=timedelta(seconds=seconds))))[0], size, code, seconds)
 
 
 class Launched:

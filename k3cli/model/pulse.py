@@ -6,6 +6,7 @@ and writes there why it fails, if it can still say so.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from threading import Thread
@@ -13,10 +14,45 @@ from typing import Any
 
 import torch.distributed as dist
 
+from k3cli.errors import Exit, K3Error
+
+FIRST, HEARD = "k3-first", "k3-heard"
+"""Rank 0's first word in the store, and by how many it was heard."""
+BEGIN = "begin"
 BEAT = 0.5
 """Seconds between two counts."""
 SILENT = 6.0
 """Seconds without one after which a rank counts as gone or stopped."""
+
+
+class OverError(K3Error):
+    """Rank 0 has ended before it needed the others, with `exit_code`."""
+
+    def __init__(self, code: int) -> None:
+        found = f"rank 0 ended with exit code {code} before it needed the other ranks"
+        super().__init__(found, "a command that runs the model", "its own line says why")
+        self.exit_code = Exit(code)
+
+
+def begin(store: Any, rank: int) -> None:
+    """Rank 0 goes ahead; the others wait for that. Raises OverError on them when it has ended instead."""
+    if rank == 0:
+        store.set(FIRST, BEGIN)
+        return
+    word = store.get(FIRST).decode()
+    if word != BEGIN:
+        with contextlib.suppress(RuntimeError):
+            store.add(HEARD, 1)
+        raise OverError(int(word))
+
+
+def over(store: Any, size: int, code: int, seconds: float) -> None:
+    """Rank 0 ends instead: returns when all others have heard it, or after so many seconds."""
+    until = time.monotonic() + seconds
+    with contextlib.suppress(RuntimeError):
+        store.set(FIRST, str(int(code)))
+        while store.add(HEARD, 0) < size - 1 and time.monotonic() < until:
+            time.sleep(BEAT / 5)
 
 
 class Pulse:

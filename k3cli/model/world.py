@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from k3cli import errors
 from k3cli.errors import K3Error
-from k3cli.model.pulse import Pulse
+from k3cli.model.pulse import Pulse, begin
 from k3cli.model.watch import Watch
 
 Result = TypeVar("Result")
@@ -58,6 +58,8 @@ NCCL = {
 stuck = False
 """Connections of this process could not be closed: a device of it waits for ranks that are gone. It should end by
 `os._exit`, past the end of the driver, which would wait, too."""
+met = False
+"""Whether this process has gone to meet others that another program started."""
 _current: World | None = None
 _gather_all: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """The newer name where torch has it."""
@@ -259,7 +261,7 @@ def _raised(rank: int, kind: str, found: str, expected: str | None, do: str | No
 
 def join(rank: int, size: int, device: torch.device, store: Any = None, seconds: float = COLLECTIVE) -> World:
     """Meets the other ranks: through `store`, or as the environment says (torchrun). K3Error when they don't come."""
-    global _current
+    global _current, met
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if store is not None and sys.platform == "linux":
         # All on this machine: nothing of it is to be seen on a network.
@@ -271,11 +273,14 @@ def join(rank: int, size: int, device: torch.device, store: Any = None, seconds:
         torch.cuda.set_device(device)
     try:
         patience = timedelta(seconds=JOINING)
-        met = next(iter(rendezvous("env://", rank, size, timeout=patience)))[0] if store is None else store
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience, store=met)
+        place = next(iter(rendezvous("env://", rank, size, timeout=patience)))[0] if store is None else store
+        if store is None:
+            met = True
+            begin(place, rank)
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience, store=place)
         _current = World(rank, size, device, seconds)
         if store is None:
-            _current.pulse = Pulse(met, rank, size)
+            _current.pulse = Pulse(place, rank, size)
         return _current
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         why = (str(error).splitlines() or [""])[0]

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,24 @@ def test_two_groups_answer_as_one_process_does(
     # Every token is the same; the state differs by rounding.
     assert [e["tokens"] for e in replayed if e["type"] == "turn_replayed"] == [5], alone.stdout
     assert all(e["recorded"] is None and e["max_abs"] < 1e-4 for e in replayed if e["type"] == "difference")
+
+
+def test_a_command_that_cannot_begin_ends_both_at_once(repo_root: Path, process_env: dict[str, str], tmp_path: Path):
+    own = {"PYTHON": sys.executable, "PORT": str(free_port()), "RANKS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**process_env, **own, "K3_HOME": str(tmp_path / "home")}
+    script = ["bash", str(repo_root / "examples" / "two_nodes.sh")]
+    began, nodes = time.monotonic(), []
+    for words in (("0", "127.0.0.1", "chat", "--nonsense"), ("1", "127.0.0.1")):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        nodes.append(subprocess.Popen([*script, *words], env=env, text=True, start_new_session=True, **pipes))
+    try:
+        said = [process.communicate(timeout=60)[1] for process in nodes]
+    finally:
+        for process in nodes:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+                process.communicate()
+    assert time.monotonic() - began < 40
+    assert "k3: error: no such option --nonsense" in said[0]
+    (line,) = [line for line in said[1].splitlines() if line.startswith("k3:")]
+    assert line.startswith("k3: error: rank 0 ended with exit code 2 before it needed the other ranks")
