@@ -22,8 +22,9 @@ BATCH = 32 << 20
 """Bytes a rank reads at a time for itself, and as many to be handed round; less in worlds of more than 16 ranks."""
 HANDED = 512 << 20
 """Most bytes handed round at a time: what a rank may have to send, and to take."""
-BUFFERS = 3
-"""Batches in memory: one being read, one being hashed, one on its way to the device."""
+BUFFERS = 8
+"""Batches in memory: one on its way to the device, one being hashed, and those that are being read. They hold more than
+a disk has under way at a time, and enough to read on while ranks wait for each other or connect."""
 LANES = 4
 """Files that a rank hashes at a time."""
 

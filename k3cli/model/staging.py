@@ -23,8 +23,8 @@ from k3cli.model.reading import BUFFERS, LANES, Batch, Read
 
 REQUEST = 4 << 20
 """Bytes of one read request at most."""
-READERS = 16
-"""Requests on their way at a time."""
+READERS = 64
+"""Requests on their way at a time. Of each the system has little under way at a time, however large it is."""
 VECTOR = 512
 """Pieces of memory that one request fills at most; systems allow 1,024."""
 ALIGN = 16
@@ -129,6 +129,12 @@ class Staging:
             for file in self._files.values():
                 if file.users:
                     os.close(file.descriptor)
+
+    def release(self) -> None:
+        """Gives back the memory that was read into."""
+        self._free.clear()
+        if self._pin:  # torch keeps page-locked memory for the next who wants some
+            getattr(torch._C, "_host_emptyCache", lambda: None)()
 
     def _of(self, batch: Batch) -> tuple[Read, ...]:
         return (*batch.own, *(() if batch.shared is None else batch.shared[self._rank]))

@@ -139,6 +139,7 @@ def load_model(
             if rank == 0 and unchanged and stamp(os.stat(shards[i].path)) == stamp(before[i]):
                 cache.put(before[i], digest)
     notice = cache.save() if cache.changed else None
+    staging.release()
     if place.type == "cuda":
         torch.cuda.empty_cache()  # what was handed round lay there
     model = (

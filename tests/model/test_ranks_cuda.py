@@ -210,9 +210,9 @@ def test_memory_that_runs_out_on_one_rank_names_it(
         with pytest.raises(K3Error, match=r"rank 1: " if cold else r"rank 1: memory ran out") as told:
             net.prefill(ids, state, logits="all")
     finally:
+        peers.close()
         hog.clear()
         torch.cuda.empty_cache()
-        peers.close()
     seconds = time.monotonic() - began
     with capsys.disabled():
         print(f"\nno memory left on one rank, {'cold' if cold else 'warm'}: after {seconds:.1f} s: {told.value}")
