@@ -189,7 +189,7 @@ def drafting(settings: Settings, window: int, folder: Path | None = None) -> Ite
     yield Check("chosen", "drafts", choice.kind, choice.reason)
     if choice.model_based:
         where = choice.folder or "the model's own"
-        yield Check("chosen", "draft model", where, "after a resume it knows only the tokens evaluated since")
+        yield Check("chosen", "draft model", where, "after a resume it has what was kept of the last 256 tokens")
     most = window if settings.window is None else settings.window
     if most > window:
         raise UsageError(f"window is {most}", f"1 to {window}, the rows of a step")

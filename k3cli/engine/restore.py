@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from k3_sessions.errors import Damaged
+from k3_sessions.errors import Damaged, StoreError
 
 from k3cli.engine.events import Event, Notice, Progress
 from k3cli.engine.record import recorded_schedule, runtime_change
@@ -69,6 +69,8 @@ def restore_turn(
     except Damaged as error:
         again = store.plan(turn_id, engine.identity, engine.layout)
         raise _with_offer(turn_id, again, error.found) from error
+    if (trouble := recall(engine, store, plan, timeline)) is not None:
+        emit(trouble)
     if plan.boundary < plan.target:
         emit(
             Notice(
@@ -79,6 +81,24 @@ def restore_turn(
         )
         follow(timeline, recorded_schedule(store.lineage(turn_id), plan.boundary, plan.target), emit, cancel)
     return Restored(timeline, turn, plan, plan.boundary, plan.target - plan.boundary)
+
+
+def recall(engine: Engine, store: Any, plan: RestorePlan, timeline: Timeline) -> Notice | None:
+    """Hands the timeline's drafter what was kept for it beside the state that `plan` names; to be told: it was damaged.
+
+    Nothing depends on it but how well drafts begin.
+    """
+    speculator = timeline.speculator
+    if speculator is None or not speculator.needs_hidden:
+        return None
+    try:
+        timeline.recall(store.hints(plan, engine.identity, engine.layout))
+    except StoreError as error:
+        return Notice(
+            "draft-context-unusable",
+            f"what the draft model had read is lost ({error}): it begins with the tokens to come, and no token changes",
+        )
+    return None
 
 
 def follow(timeline: Timeline, schedule: Schedule, emit: Emit, cancel: Cancel) -> None:

@@ -49,8 +49,12 @@ class Snapshot:
     Full pages are shared with the timeline, the rest is a copy. May be read by another thread than the timeline's.
     """
 
-    def __init__(self, state: StateLike, device: torch.device | None = None) -> None:
+    def __init__(
+        self, state: StateLike, device: torch.device | None = None, hints: Mapping[str, Any] | None = None
+    ) -> None:
+        """hints: tensors beside the state that nobody changes any more."""
         self._state = state
+        self._hints = dict(hints or {})
         self.position = state.position
         # A thread that reads copies on another stream, which knows nothing of what this one has still to do.
         on_cuda = device is not None and device.type == "cuda"
@@ -65,6 +69,11 @@ class Snapshot:
         """Rows [start, stop) of a page field, [n_layers, stop - start, *shape], C-contiguous."""
         self._wait()
         return _host(self._state.page_rows(name, start, stop))
+
+    def hints(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What is no state and helps to go on sooner: what a drafter keeps. bfloat16 as uint16 bits."""
+        self._wait()
+        return {name: _host(array) for name, array in self._hints.items()}
 
     def _wait(self) -> None:
         if self._whole is not None:

@@ -11,8 +11,9 @@ differs: the rows that count so far are committed before anything looks at the s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,7 +204,13 @@ class Timeline:
     def snapshot(self) -> Snapshot:
         """The state now, for the store; stays as it is while this timeline goes on."""
         self._settle()
-        return Snapshot(self._state.fork(), self.device)
+        kept = {} if self.speculator is None else self.speculator.keep(self.position)
+        return Snapshot(self._state.fork(), self.device, kept)
+
+    def recall(self, kept: Mapping[str, Any]) -> None:
+        """Hands the drafter what it kept when the state at this position was saved."""
+        if self.speculator is not None:
+            self.speculator.recall(kept, self.position)
 
     def close(self) -> None:
         """Drop the state. The timeline can't be used afterwards."""

@@ -5,7 +5,7 @@ A long match is right more often than any model and costs nothing; where text is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,16 @@ class BothDrafter:
 
     def fork(self) -> BothDrafter:
         return BothDrafter(self.cheap.fork(), self.model.fork())
+
+    def keep(self, position: int) -> Mapping[str, Any]:
+        """What the model keeps."""
+        keep = getattr(self.model, "keep", None)
+        return {} if keep is None else dict(keep(position))
+
+    def recall(self, kept: Mapping[str, Any], position: int) -> None:
+        """For the model; what is cheap is made again."""
+        if hasattr(self.model, "recall"):
+            self.model.recall(kept, position)
 
     @property
     def context_rows(self) -> int:

@@ -37,6 +37,9 @@ class Drafter(Protocol):
     """Guesses for one timeline. Whatever it raises turns it off for the rest of that timeline; the turn goes on.
 
     name: as shown to people. needs_hidden: whether `observe` wants hidden rows of the target (see there).
+    One that learns what it could not learn again after a resume may also have `keep(position)`, named tensors that
+    hold what it knows of the tokens before there and do not change any more, and `recall(kept, position)`, which takes
+    such a mapping back, as arrays.
     """
 
     @property

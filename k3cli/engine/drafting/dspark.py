@@ -1,24 +1,28 @@
 """Drafts from a DSpark model: it reads the target's residual stream at the tokens that were kept.
 
-Its context rows are not stored with a session: after a resume it knows only what has been evaluated since, the prompt
-at least. A tap holds what the target itself read of everything before, so little is lost by it, and never a token.
+Its newest context rows are kept beside a turn's state, as hints (`keep`, `recall`). Without them, after a resume, it
+knows only what has been evaluated since, the prompt at least: a few drafts are lost by it, and never a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from k3cli.engine.drafting.drafter import NOTHING, Draft
 from k3cli.engine.sampling import draw
+from k3cli.model.dspark.network import DraftCache
 
 if TYPE_CHECKING:
     from k3cli.engine.sampling import Sampling
-    from k3cli.model.dspark.network import DraftCache, DraftModel
+    from k3cli.model.dspark.network import DraftModel
 
+KEPT_ROWS, KEPT_BYTES = 256, 8 << 20
+"""Context rows that are kept with a turn, newest first, and what they may weigh."""
 QUEUE = 64
 """Rows that may wait until they are needed."""
 LEAST = 0.04
@@ -75,6 +79,35 @@ class DSparkDrafter:
         self._end = position + len(accepted)
         if sum(len(rows) for rows in self._queue) >= QUEUE:
             self._flush()
+
+    def keep(self, position: int) -> dict[str, Tensor]:
+        """The newest rows before `position`, for who goes on from there: [layers, up to KEPT_ROWS, width].
+
+        {} when its context does not reach there. The rows do not change afterwards.
+        """
+        self._flush()
+        rows = self._cache.last(min(KEPT_ROWS, KEPT_BYTES // self._row_bytes))
+        return {self._hint: rows} if self.model.digest and rows.shape[1] and self._end == position else {}
+
+    def recall(self, kept: Mapping[str, Any], position: int) -> None:
+        """Goes on from kept rows (float32, or bfloat16 bits as uint16); those of another draft are passed over."""
+        found = kept.get(self._hint)
+        if found is None or not self.model.digest:
+            return
+        rows = torch.from_numpy(np.array(found))
+        if rows.dtype == torch.uint16 and self.model.dtype == torch.bfloat16:
+            rows = rows.view(torch.bfloat16)
+        width = self.model.width
+        if rows.dtype == self.model.dtype and rows.ndim == 3 and rows.shape[::2] == (self.model.config.layers, width):
+            self._cache, self._end, self._queue = DraftCache(rows.to(self.model.device), rows.shape[1]), position, []
+
+    @property
+    def _hint(self) -> str:
+        return f"draft.{self.model.digest[:32]}"
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.model.config.layers * self.model.width * self.model.dtype.itemsize
 
     def _flush(self) -> None:
         if self._queue:

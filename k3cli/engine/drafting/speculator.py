@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,24 @@ class Speculator:
                 self.drafter.observe(accepted, position, hidden)
             except Exception as error:
                 self._fail(error)
+
+    def keep(self, position: int) -> Mapping[str, Any]:
+        """What the drafter wants kept beside the state at `position`; {} for one that keeps nothing."""
+        return dict(self._asked("keep", position) or {})
+
+    def recall(self, kept: Mapping[str, Any], position: int) -> None:
+        """Hands the drafter what was kept at `position`, where the timeline goes on."""
+        if kept:
+            self._asked("recall", kept, position)
+
+    def _asked(self, call: str, *arguments: Any) -> Any:
+        """What a call gives that not every drafter has; None from others and from one that failed."""
+        found = None if self.failure else getattr(self.drafter, call, None)
+        try:
+            return None if found is None else found(*arguments)
+        except Exception as error:
+            self._fail(error)
+            return None
 
     def fork(self) -> Speculator:
         """For a copy of the timeline: shares what was measured, not what changes with the tokens."""

@@ -72,6 +72,10 @@ class DraftCache:
     def layer(self, index: int) -> Tensor:
         return self._rows[index, : self.count]
 
+    def last(self, n: int) -> Tensor:
+        """[layers, up to n, width]: the newest rows, which stay as they are."""
+        return self._rows[:, max(0, self.count - n) : self.count]
+
     def append(self, rows: Tensor) -> None:
         """rows [layers, n, width]."""
         need = self.count + rows.shape[1]
@@ -87,16 +91,20 @@ class DraftCache:
 class DraftModel:
     """A loaded draft on the target's device. embed and head are the target's own tables; embed may lie elsewhere."""
 
-    def __init__(self, config: DraftConfig, weights: DraftWeights, embed: Tensor, head: Tensor) -> None:
-        self.config, self.weights, self.embed, self.head = config, weights, embed, head
+    def __init__(
+        self, config: DraftConfig, weights: DraftWeights, embed: Tensor, head: Tensor, digest: str = ""
+    ) -> None:
+        """digest: hex, of the draft's files; "" when context rows are not to be kept for another process."""
+        self.config, self.weights, self.embed, self.head, self.digest = config, weights, embed, head, digest
         self.dtype, self.device = weights.context_proj.dtype, weights.context_proj.device
         self._rope = table(config.rope, self.device)
 
     def new_cache(self) -> DraftCache:
-        return DraftCache(torch.empty(self.config.layers, 0, self._width, dtype=self.dtype, device=self.device), 0)
+        return DraftCache(torch.empty(self.config.layers, 0, self.width, dtype=self.dtype, device=self.device), 0)
 
     @property
-    def _width(self) -> int:
+    def width(self) -> int:
+        """Numbers of a context row, of each layer."""
         cfg = self.config
         return cfg.kv_rank + cfg.pe_dim if cfg.kind == "mla" else 2 * cfg.kv_heads * cfg.v_dim
 

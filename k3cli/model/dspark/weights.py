@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from k3cli.errors import ModelError
 from k3cli.model.config import ModelConfig
+from k3cli.model.digest import DigestCache, combine
 from k3cli.model.dspark.config import DraftConfig
 from k3cli.model.dspark.network import DraftLayer, DraftModel, DraftWeights
 
@@ -106,7 +108,24 @@ def load_draft(path: Path | str, target: ModelConfig, embed: Tensor, head: Tenso
     )
     shared: Mapping[str, Tensor | None] = {field: found[name] for field, name in shared_names(config).items()}
     absent = {"confidence": None, "confidence_bias": None}
-    return DraftModel(config, DraftWeights(layers, **{**absent, **shared}), embed, head)  # type: ignore[arg-type]
+    weights = DraftWeights(layers, **{**absent, **shared})  # type: ignore[arg-type]
+    return DraftModel(config, weights, embed, head, _digest(path))
+
+
+def _digest(path: Path) -> str:
+    """Hex SHA-256 over config and weights; files that were hashed before, here or elsewhere, are not read for it."""
+    cache, found = DigestCache(), []
+    for file in sorted(path.glob("*.safetensors")):
+        status = file.stat()
+        known = cache.get(status)
+        if known is None:
+            with file.open("rb") as stream:
+                known = hashlib.file_digest(stream, "sha256").hexdigest()
+            cache.put(status, known)
+        found.append(known)
+    if cache.changed:
+        cache.save()  # not remembered, it is computed again
+    return combine((path / "config.json").read_bytes(), found).removeprefix("sha256:")
 
 
 def _read(path: Path, expected: Shapes, like: Tensor) -> Iterator[tuple[str, Tensor]]:
