@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from k3cli.errors import DamagedError, FitError
+from k3cli.model import passes
+from k3cli.model.blocks import Weights
 from k3cli.model.checkpoint import open_checkpoint
 from k3cli.model.config import ModelConfig
-from k3cli.model.parallel import experts_by_width
+from k3cli.model.network import K3Model
+from k3cli.model.parallel import experts_by_width, held
 from k3cli.model.weights import LoadProgress
 
 ROUNDING = 2e-3
@@ -192,3 +196,25 @@ def test_forks_drops_and_known_prefixes(pair):
         a, _ = net.verify(torch.tensor([8]), state)
         b, _ = one.verify(torch.tensor([8]), twin)
         assert (a - b).abs().max() < ROUNDING
+
+
+def test_what_a_rank_does_not_hold_has_weight_zero(split_configs: dict[str, dict], monkeypatch: pytest.MonkeyPatch):
+    """One expert of zeros stands in for all of them: a row may then name it several times, which operators take only
+    with weights of 0."""
+    whole = ModelConfig.from_dict(split_configs["linear"])
+    weights = Weights(whole, torch.device("cpu"), torch.float32, 1, 2)
+    dice = torch.Generator().manual_seed(3)
+    for sink in weights.sinks().values():
+        sink.copy_(torch.randn(sink.shape, generator=dice) / 8)
+    weights.finish()
+    alone: Any = SimpleNamespace(sum=lambda part: part, gather=lambda part, _dim: torch.cat([part, part], 1))
+    net = K3Model(held(whole, 2), weights, torch.device("cpu"), torch.float32, 8, alone)
+    seen = []
+    window = passes.moe.experts_window
+    monkeypatch.setattr(passes.moe, "experts_window", lambda *call: (seen.append(call[1:3]), window(*call))[1])
+    net.verify(torch.arange(8), net.new_state())
+    spare = weights.layers[-1].mlp.count - 1
+    assert len(seen) == sum(whole.moe_layers)
+    for ids, shares in seen:
+        assert ((shares == 0) == (ids == spare)).all()
+    assert any((ids == spare).sum(1).max() > 1 for ids, _ in seen)
