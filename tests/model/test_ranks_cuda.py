@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 START, TOTAL = 500, 40
 """Decoding over the page boundary at 512."""
 HANGS = 60.0
-"""Seconds after which a test that neither ends nor loads another model prints where all threads are, and ends all."""
+"""Seconds after which a test that doesn't get on prints where all threads are, and ends the whole run."""
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,15 @@ def hanging_loads(stderr: int) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def hanging_tests(stderr: int) -> Iterator[None]:
-    faulthandler.dump_traceback_later(HANGS, exit=True, file=stderr)
-    yield
-    faulthandler.dump_traceback_later(HANGS, exit=True, file=stderr)
+def alive(stderr: int) -> Iterator[Callable[[], None]]:
+    """To be called by a test of several parts between them: each may have to compile all kernels."""
+
+    def again() -> None:
+        faulthandler.dump_traceback_later(HANGS, exit=True, file=stderr)
+
+    again()
+    yield again
+    again()
 
 
 class Stored:
@@ -133,13 +138,16 @@ def test_golden_logits_and_answer(shared_dir: Path, name: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafts_change_no_token_of_the_shipped_model(dtype: str, capsys: pytest.CaptureFixture):
+def test_drafts_change_no_token_of_the_shipped_model(
+    dtype: str, capsys: pytest.CaptureFixture, alive: Callable[[], None]
+):
     """Conversations with and without drafts, on two GPUs and on one."""
     found = {}
     for gpus, device in ((None, "cuda:0"), ("2", "cuda")):
         engine = Engine.load(NANO, device=device, dtype=dtype, gpus=gpus)
         try:
             for spec in ("off", "suffix"):
+                alive()
                 run = converse(engine, spec, "code", Request(("off", spec), ("code",)))
                 assert not run.failed
                 found[gpus or "1", spec] = run.ids
