@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, each to be tried")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--folder", type=Path, help="where the checkpoint is, or is left; default: temporary")
-    parser.add_argument("--threads", default="8,32", help="requests at a time when the disk is measured")
+    parser.add_argument("--threads", default="32,64", help="requests at a time when the disk is measured")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
