@@ -374,7 +374,9 @@ def test_of_a_match_and_a_guess_the_better_one_is_taken(match, guess, taken, ask
 
 def test_while_the_policy_rests_only_the_cheap_half_is_asked(monkeypatch) -> None:
     cheap, model = Fixed(Draft([1], [0.5])), Fixed(Draft([2], [0.9]))
-    speculator = Speculator(BothDrafter(cheap, model), Costs(4), 4, VOCAB)
+    costs = Costs(4)
+    costs.note(1, 0.01)
+    speculator = Speculator(BothDrafter(cheap, model), costs, 4, VOCAB)
     assert speculator.propose([0], 3)[0] == [2]
     monkeypatch.setattr(Policy, "resting", lambda self: True)
     monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + drafts)

@@ -303,6 +303,21 @@ def test_windows_of_k3_nano_on_a_gpu(kind: str, window: int, dtype: str, engines
     nano_cell(engines(NANO, window, "cuda", dtype), kind, hostile)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_number_of_rows_is_recorded_before_the_first_turn_on_a_gpu(engines) -> None:
+    """And again when drafts begin to read other layers."""
+    engine = Engine.load(NANO, device="cuda", window=4)
+    engine.speculate(choose("suffix"))
+    assert sorted(engine.model._steps._graphs) == [1, 2, 3, 4]
+    engine.speculate(choose("dspark"))
+    assert sorted(engine.model._steps._graphs) == [1, 2, 3, 4]
+    assert set(engine._costs.measured()) == {2, 3, 4}
+    timeline = engine.timeline(PROMPT)
+    list(timeline.generate(SAMPLINGS["greedy"], (), 12))
+    assert timeline.speculator is not None
+    assert timeline.speculator.drafter.context_rows == timeline.position  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_the_end_of_a_tool_call_inside_a_window(rows: int, fake_engine, tmp_path, talk, hostile, reckless) -> None:
     """The drafts know the call and go on behind its end; the turn ends there, on disk too."""

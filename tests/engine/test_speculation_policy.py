@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import pytest
 
 from k3cli.engine.drafting.drafter import Draft
-from k3cli.engine.drafting.policy import DEAR, FREE, SHARE, WARM, Costs, Policy
+from k3cli.engine.drafting.policy import DEAR, DOUBT, FREE, SHARE, UNKNOWN, WARM, Costs, Policy
+from k3cli.engine.drafting.rehearsal import FIRST, TIMED, time_steps
 from k3cli.engine.drafting.speculator import Speculator
+from k3cli.errors import FitError
 
 STEP = 0.02
 """Seconds of a step of one row."""
@@ -39,16 +41,26 @@ BAD = Text(0.0, claimed=0.6)
 
 @dataclass
 class Clock:
-    """Steps on made-up time. price: of asking, in steps of one row. slope: cost of a further row, in such steps."""
+    """Steps on made-up time. price: of asking, in steps of one row. slope: cost of a further row, in such steps.
+
+    rehearsed: steps and drafts were timed before the first turn. worst: by how many steps all turns together were
+    behind (1 + SHARE) times plain decoding, at the worst of all tokens.
+    """
 
     price: float
     slope: float = 0.13
     seed: int = 1
+    rehearsed: bool = False
+    worst: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.policy = Policy(Costs(WINDOW), WINDOW)
-        self.asks = 0
+        self.asks = int(self.rehearsed)
+        self.behind = 0.0
+        if self.rehearsed:
+            seconds = {rows: STEP * (1 + self.slope * (rows - 1)) for rows in range(1, WINDOW + 1)}
+            self.policy.costs.rehearsed(seconds, self.price * STEP)
 
     def turn(self, tokens: int, text: Text, always: bool = False) -> float:
         """Steps of one row that a turn took; plain decoding takes `tokens`. always: whatever it costs."""
@@ -62,6 +74,7 @@ class Clock:
             if asked:
                 self.asks += 1
                 drafting = self.price * (10 if self.asks == 1 else 1)  # the first one warms up
+                self.policy.pay(drafting * STEP)
                 chance = 0.93 if self.random.random() < text.easy else 0.15
                 rows = self.policy.choose(WINDOW - 1, [text.claimed or chance] * (WINDOW - 1))
                 while right < WINDOW - 1 and self.random.random() < chance:
@@ -70,8 +83,11 @@ class Clock:
             cost = 1 + self.slope * (rows - 1)
             self.policy.costs.note(rows, cost * STEP)
             self.policy.note(rows, used, min(rows - 1, used), min(right, rows - 1), drafting * STEP, asked)
-            spent += cost + (drafting if self.asks > 1 else min(drafting, WARM))
+            step = cost + (drafting if self.asks > 1 else min(drafting, WARM))
+            spent += step
             done += used
+            self.behind += step - (1 + SHARE) * used
+            self.worst = max(self.worst, self.behind)
         return spent
 
 
@@ -80,6 +96,91 @@ def test_text_that_drafts_say_nothing_about_costs_three_percent_at_most(price: f
     clock = Clock(price)
     assert clock.turn(400, BAD) <= 400 * 1.03
     assert clock.asks >= 2
+
+
+SURE = Text(0.0, claimed=0.99)
+"""Sure of itself, and hardly ever right."""
+
+
+@pytest.mark.parametrize("turns", [1, 16])
+@pytest.mark.parametrize("slope", [0.02, 0.13, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("price", [0.05, 0.22, 0.6, 3.0])
+def test_at_no_token_more_is_lost_than_promised(price: float, slope: float, turns: int) -> None:
+    """From the first token on, whatever drafts claim: 2 % and FREE steps. What nobody has timed yet may cost more once:
+    rows that are dearer than any that were seen, and a draft."""
+    for text in (BAD, SURE, GOOD):
+        for seed in range(3):
+            known, unknown = (Clock(price, slope, seed, rehearsed) for rehearsed in (True, False))
+            for clock in (known, unknown):
+                for _ in range(turns):
+                    clock.turn(400 // turns, text)
+            assert known.worst <= FREE + (0.1 if slope <= 0.13 else 0.7)
+            surprise = max(0.0, 4 * (slope - UNKNOWN)) + (price if price > 1 else 0.0)
+            assert unknown.worst <= FREE + 0.2 + surprise
+
+
+def test_the_first_step_is_a_plain_one_and_more_rows_come_by_and_by() -> None:
+    policy = Policy(Costs(WINDOW), WINDOW)
+    assert policy.choose(7, [0.99] * 7) == 1
+    policy.costs.note(1, STEP)
+    assert policy.choose(7, [0.99] * 7) == 1 + int(FREE / UNKNOWN)
+    policy.costs.note(3, 1.5 * STEP)  # a row is dearer than it may have been thought
+    assert policy.costs.ceiling(3) == pytest.approx(1.5)
+    assert policy.costs.ceiling(5) == pytest.approx(1 + 4 * DOUBT * 0.25)
+    assert policy.choose(7, [0.99] * 7) == 4
+    policy.pay(0.5 * STEP)
+    assert policy.choose(7, [0.99] * 7) == 3
+
+
+def test_a_draft_of_which_only_the_seconds_are_known_waits_for_the_first_step() -> None:
+    policy = Policy(Costs(WINDOW), WINDOW)
+    policy.costs.rehearsed({}, 0.1 * STEP)
+    assert policy.resting()
+    policy.costs.note(1, STEP)
+    assert not policy.resting()
+
+
+def test_what_a_turn_owes_and_knows_is_owed_and_known_by_the_process_that_goes_on() -> None:
+    first = Clock(0.22)
+    first.turn(40, BAD)
+    kept = first.policy.keep()
+    then = Policy(Costs(WINDOW), WINDOW)
+    then.recall(kept)
+    assert then._room() == pytest.approx(FREE - first.policy._owed()) != FREE
+    assert then.asking.mean == first.policy.asking.mean
+    assert then.costs.measured() == first.policy.costs.measured() != {}
+    # What was measured here stays; what is of another window or makes no sense is passed over.
+    then.recall([*kept[:3], *[9.0] * (WINDOW - 1), *kept[3 + WINDOW - 1 :]])
+    assert then.costs.measured() == first.policy.costs.measured()
+    fresh = Policy(Costs(4), 4)
+    for bad in (kept, [math.nan] * 9, []):
+        fresh.recall(bad)
+        assert fresh._room() == FREE
+    one = sum(Clock(0.22, seed=seed, rehearsed=True).turn(25, BAD) for seed in range(40))
+    spent, account = 0.0, []
+    for seed in range(40):  # every turn in a process of its own
+        clock = Clock(0.22, seed=seed, rehearsed=True)
+        clock.policy.recall(account)
+        spent += clock.turn(25, BAD)
+        account = clock.policy.keep()
+    assert spent <= 1000 * (1 + SHARE) + FREE + 1 < one
+
+
+def test_steps_are_rehearsed_with_every_number_of_rows(make_fake_model, monkeypatch) -> None:
+    model = make_fake_model(4)
+    found = time_steps(model, 3)
+    assert [n for kind, n in model.calls if kind == "verify"] == [n for n in (1, 2, 3) for _ in range(FIRST + TIMED)]
+    assert list(found) == [1, 2, 3]
+    costs = Costs(4)
+    costs.rehearsed({1: 0.01, 2: 0.012, 3: 0.015}, 0.004)
+    assert costs.measured() == pytest.approx({2: 1.2, 3: 1.5}, rel=0.01)
+    assert costs.price == pytest.approx(0.4, rel=0.1)
+
+    def full() -> None:
+        raise FitError("no room", "room")
+
+    monkeypatch.setattr(model, "new_state", full)
+    assert time_steps(model, 3) == {}
 
 
 def test_many_short_turns_owe_what_the_ones_before_them_lost() -> None:
@@ -94,7 +195,8 @@ def test_a_draft_that_is_wrong_every_other_time_is_asked_all_the_same(price: flo
     always = [Clock(price, seed=seed).turn(400, GOOD, always=True) for seed in range(12)]
     assert max(always) < 400 / 1.2
     ours = [Clock(price, seed=seed).turn(400, GOOD) for seed in range(12)]
-    assert sum(ours) < 1.05 * sum(always)
+    # Where asking is dear, what may be lost at the beginning is soon used up, and comes back slowly.
+    assert sum(ours) < (1.12 if price > 0.3 else 1.05) * sum(always)
 
 
 def test_text_that_becomes_predictable_is_noticed() -> None:
@@ -102,7 +204,7 @@ def test_text_that_becomes_predictable_is_noticed() -> None:
     for seed in range(12):
         clock = Clock(0.22, seed=seed)
         clock.turn(400, BAD)
-        assert clock.asks < 40
+        assert clock.asks < 60
         ours += clock.turn(400, GOOD)
         always += Clock(0.22, seed=seed).turn(400, GOOD, always=True)
     assert ours < 1.15 * always

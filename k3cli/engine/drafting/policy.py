@@ -6,7 +6,8 @@ long context, on a CPU simply arithmetic), by how much depends on the machine: s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 SLOPE = 0.12
 """Cost of one more row, as a share of a step of one row, until it is measured."""
@@ -20,6 +21,9 @@ GAIN = 1.03
 """A window must promise at least this many times the speed of plain decoding."""
 SHARE, FREE = 0.02, 1.5
 """What drafts may lose: this share of plain steps, and so many steps before the first."""
+UNKNOWN, DOUBT = 0.25, 2.0
+"""A row count that was not timed may cost as much as this share of a step for each more row; where fewer rows were
+timed, so many times what a row of those takes."""
 
 DEAR = 0.01
 """A draft that takes more of a step than this has to earn it."""
@@ -41,7 +45,11 @@ def describe() -> list[tuple[str, str, str]]:
             f"decided at each step: expected tokens against cost, {GAIN} times plain speed at least",
             "cost by rows and acceptance are measured while decoding; --json tells them after each turn",
         ),
-        ("cost of one more row", f"{SLOPE:.0%} of a step", "assumed until steps of that many rows were timed"),
+        (
+            "cost of one more row",
+            f"{SLOPE:.0%} of a step",
+            "assumed until steps of that many rows were timed; they come by and by",
+        ),
         (
             "loss allowed",
             f"{SHARE:.0%} of the steps, and {FREE} steps once",
@@ -123,6 +131,40 @@ class Costs:
                 self._curve.append(max(cost, self._curve[-1]))  # more rows never cost less: what says so is noise
         return self._curve
 
+    def ceiling(self, rows: int) -> float:
+        """What a step of so many rows may cost, in steps of one row: nothing that is known speaks for more.
+
+        More rows are thus tried by and by: what they may cost at worst has to be there to be lost.
+        """
+        if rows == 1:
+            return 1.0
+        curve = self.curve()
+        if self._count[rows]:
+            return max(curve[rows], self._ratio[rows])
+        known = [(ratio - 1) / (n - 1) for n, ratio in self.measured().items() if n < rows]
+        slope = max(DOUBT * max(known), SLOPE) if known else UNKNOWN
+        return max(curve[rows], 1 + slope * (rows - 1))
+
+    def rehearsed(self, seconds: Mapping[int, float], draft_seconds: float) -> None:
+        """Takes over what steps of so many rows took before anything was decoded, and what a draft did; 0: unknown."""
+        for n in sorted(seconds):
+            for _ in range(BELIEF):
+                self.note(n, seconds[n])
+        if draft_seconds:
+            self._warm, self.draft_seconds = True, draft_seconds
+
+    def keep(self) -> list[float]:
+        """What steps take by their rows, from 2 on: so many steps of one row, as seen so often (0: never)."""
+        return [*self._ratio[2:], *map(float, self._count[2:])]
+
+    def recall(self, kept: Sequence[float]) -> None:
+        """Takes over what another process on this machine has seen, of row counts that this one has not timed yet."""
+        ratios, counts = kept[: self.window - 1], kept[self.window - 1 :]
+        for n, (ratio, count) in enumerate(zip(ratios, counts, strict=True), 2):
+            if count and not self._count[n]:
+                self._ratio[n], self._count[n] = ratio, min(int(count), BELIEF)
+        self._curve = None
+
 
 class Acceptance:
     """Share of drafts accepted at each place of a window, given those before it were; recent ones count more."""
@@ -168,6 +210,12 @@ class Asking:
         self._won, self._weight = FADE * self._won + won, FADE * self._weight + 1
         self._since, self._last = 0, won
 
+    def keep(self) -> list[float]:
+        return [self._won, self._weight]
+
+    def recall(self, kept: Sequence[float]) -> None:
+        self._won, self._weight = kept
+
     def copy(self) -> Asking:
         child = Asking()
         child._won, child._weight = self._won, self._weight
@@ -186,11 +234,26 @@ class Policy:
         self.asking = Asking()
         self._lost = 0.0
         self._plain = 0.0
+        self._paid = 0.0  # of the draft at hand, whose step is still to come
 
     def begin(self) -> None:
         """A turn starts. What the turns before it have lost is still owed; what they won is not for losing."""
-        self._lost = max(0.0, self._lost - SHARE * self._plain)
+        self._lost = self._owed()
         self._plain = 0.0
+
+    def _owed(self) -> float:
+        return max(0.0, self._lost - SHARE * self._plain)
+
+    def keep(self) -> list[float]:
+        """What the next turn goes on with, should another process run it: what is owed, what asking brings, costs."""
+        return [self._owed(), *self.asking.keep(), *self.costs.keep()]
+
+    def recall(self, kept: Sequence[float]) -> None:
+        """Goes on from what was kept on this machine with the same window; anything else is passed over."""
+        if len(kept) == 3 + 2 * (self.costs.window - 1) and all(map(math.isfinite, kept)):
+            self._lost, self._plain = kept[0], 0.0
+            self.asking.recall(kept[1:3])
+            self.costs.recall(kept[3:])
 
     def fork(self) -> Policy:
         """For a copy of the timeline: it knows what asking brings, and owes nothing."""
@@ -200,22 +263,31 @@ class Policy:
 
     def resting(self) -> bool:
         """Whether to do without a draft this time: drafts that cost time were not worth it lately."""
-        price = self.costs.price
+        costs = self.costs
+        if costs.draft_seconds and not costs.seconds:
+            return True  # what a draft takes is known, but not whether that is much
+        price = costs.price
         if price <= DEAR:
             return False
         # A draft that can't be verified for want of room would be paid for nothing.
-        least = price + self.costs.curve()[min(2, self.rows)] - 1
+        least = price + costs.ceiling(min(2, self.rows)) - 1
         return least > self._room() or not self.asking.due()
+
+    def pay(self, seconds: float) -> None:
+        """The draft at hand took so long: it leaves less for the rows of its step."""
+        self._paid = seconds / self.costs.seconds if self.costs.seconds else 0.0
 
     def choose(self, drafts: int, confidence: Sequence[float] | None) -> int:
         """Rows of the next step, from 1 to 1 + drafts. confidence: see drafter.Draft."""
-        curve = self.costs.curve()
+        if not self.costs.seconds:
+            return 1  # the first step is a plain one: what others cost is counted in such steps
+        curve, costs = self.costs.curve(), self.costs
         chances = self.acceptance.rates() if confidence is None else confidence
         room = self._room()
         best, rows, tokens, whole = GAIN, 1, 1.0, 1.0
         for i in range(min(drafts, self.rows - 1, len(chances))):
             cost = curve[i + 2]
-            if cost - 1 > room:
+            if costs.ceiling(i + 2) - 1 > room:
                 break
             whole *= chances[i]
             tokens += whole
@@ -238,9 +310,10 @@ class Policy:
         draft_seconds: what the drafts took; it counts as a loss, too. asked, instead: see drafter.Draft.
         """
         drafting = self.costs.note_draft(draft_seconds) if asked else draft_seconds / self.costs.seconds
-        won = used - self.costs.curve()[rows] - drafting
+        won = used - self.costs.ceiling(rows) - drafting
         self._plain += used
         self._lost -= won
+        self._paid = 0.0
         for place in range(1, tested + 1):
             self.acceptance.note(place, place <= hits)
         if asked:
@@ -248,4 +321,4 @@ class Policy:
 
     def _room(self) -> float:
         """Steps of one row that may still be lost."""
-        return FREE + SHARE * self._plain - self._lost
+        return FREE + SHARE * self._plain - self._lost - self._paid

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from k3cli.engine.drafting.drafter import NOTHING, Draft, Drafter
 from k3cli.engine.drafting.policy import Costs, Policy
 
@@ -58,12 +60,16 @@ class Speculator:
     failure: why the drafter was turned off, "" while it works.
     """
 
-    def __init__(self, drafter: Drafter, costs: Costs, rows: int, vocab: int) -> None:
-        """rows: most rows of a step. vocab: ids a draft may hold, those below it."""
+    def __init__(self, drafter: Drafter, costs: Costs, rows: int, vocab: int, machine: str = "") -> None:
+        """rows: most rows of a step. vocab: ids a draft may hold, those below it.
+
+        machine: names where costs were measured, and with which drafter: what was seen elsewhere says nothing here.
+        """
         self.drafter = drafter
         self.policy = Policy(costs, rows)
         self.failure = ""
         self._vocab = vocab
+        self._machine = machine
         self._told = False
         self._last = NOTHING
 
@@ -95,6 +101,7 @@ class Speculator:
             self._fail(error)
             draft, ids = NOTHING, []
         self._last = replace(draft, asked=draft.asked and not resting)
+        self.policy.pay(time.perf_counter() - began)
         rows = self.policy.choose(len(ids), draft.confidence) if ids else 1
         return ids[: rows - 1], time.perf_counter() - began
 
@@ -118,13 +125,25 @@ class Speculator:
                 self._fail(error)
 
     def keep(self, position: int) -> Mapping[str, Any]:
-        """What the drafter wants kept beside the state at `position`; {} for one that keeps nothing."""
-        return dict(self._asked("keep", position) or {})
+        """What the drafter wants kept beside the state at `position`, and the policy's account with it.
+
+        {} for a drafter that keeps nothing: an account alone is not worth a file.
+        """
+        kept = dict(self._asked("keep", position) or {})
+        if kept and self._machine:
+            kept[self._account] = torch.tensor(self.policy.keep())
+        return kept
 
     def recall(self, kept: Mapping[str, Any], position: int) -> None:
         """Hands the drafter what was kept at `position`, where the timeline goes on."""
         if kept:
             self._asked("recall", kept, position)
+        if (account := kept.get(self._account)) is not None:
+            self.policy.recall([float(value) for value in account.reshape(-1)])
+
+    @property
+    def _account(self) -> str:
+        return f"policy.{self._machine}"
 
     def _asked(self, call: str, *arguments: Any) -> Any:
         """What a call gives that not every drafter has; None from others and from one that failed."""
@@ -138,7 +157,11 @@ class Speculator:
     def fork(self) -> Speculator:
         """For a copy of the timeline: shares what was measured, not what changes with the tokens."""
         child = Speculator(
-            self.drafter if self.failure else self.drafter.fork(), self.policy.costs, self.policy.rows, self._vocab
+            self.drafter if self.failure else self.drafter.fork(),
+            self.policy.costs,
+            self.policy.rows,
+            self._vocab,
+            self._machine,
         )
         child.policy = self.policy.fork()
         child.failure, child._told = self.failure, self._told
