@@ -237,6 +237,22 @@ def test_every_cell_of_the_tiny_model(kind: str, window: int, tiny_model, engine
     engine.speculate(OFF)
 
 
+def ended(engine: Engine, sampling: Sampling, prompt: Sequence[int], truth: Sequence[int], way: str, n: int) -> Any:
+    """A run that ends `way` at token n: what was drawn, why it ended, and every bit of the state."""
+    timeline = engine.timeline(prompt)
+    if way == "context":
+        timeline.limit = len(prompt) + n
+    stop = {truth[len(prompt) + n - 1]} if way == "stop" else ()
+    asked = iter(range(1000))
+    cancel = (lambda: next(asked) == n + 1) if way == "cancel" else (lambda: False)
+    drawn = list(timeline.generate(sampling, stop, n if way == "length" else 20, cancel))
+    assert timeline.stop_reason == {"stop": "stop", "cancel": "cancelled"}.get(way, "length")
+    return drawn, timeline.stop_reason, whole(timeline)
+
+
+ENDS = [(way, n) for way in ("stop", "length", "context", "cancel") for n in range(1, 9)]
+
+
 def test_every_way_to_end_on_the_tiny_model(tiny_model, engines, drafts, reckless) -> None:
     """A stop id, the length, the context's end, a cancel: at every place of a window."""
     engine, sampling = engines(tiny_model, 4), SAMPLINGS["warm"]
@@ -244,35 +260,25 @@ def test_every_way_to_end_on_the_tiny_model(tiny_model, engines, drafts, reckles
     full = engine.timeline(PROMPT)
     list(full.generate(sampling, (), 12))
     truth = full.tokens
-
-    def ended(way: str, n: int) -> Any:
-        timeline = engine.timeline(PROMPT)
-        if way == "context":
-            timeline.limit = len(PROMPT) + n
-        stop = {truth[len(PROMPT) + n - 1]} if way == "stop" else ()
-        asked = iter(range(1000))
-        cancel = (lambda: next(asked) == n + 1) if way == "cancel" else (lambda: False)
-        drawn = list(timeline.generate(sampling, stop, n if way == "length" else 20, cancel))
-        return drawn, timeline.stop_reason, whole(timeline)
-
-    cells = [(way, n) for way in ("stop", "length", "context", "cancel") for n in range(1, 9)]
-    plain = {key: ended(*key) for key in cells}
-    for (way, _), (_, reason, _) in plain.items():
-        assert reason == {"stop": "stop", "cancel": "cancelled"}.get(way, "length")
+    plain = {key: ended(engine, sampling, PROMPT, truth, *key) for key in ENDS}
     for name in ("suffix", "mla", "gqa"):
         speculate(engine, name, truth, drafts)
-        for key in cells:
-            assert ended(*key) == plain[key], (name, key)
+        for key in ENDS:
+            assert ended(engine, sampling, PROMPT, truth, *key) == plain[key], (name, key)
     engine.speculate(OFF)
+
+
+def asked(engine: Engine) -> list[int]:
+    """A first question, without a head."""
+    renderer = engine.renderer
+    message = [{"role": "user", "content": "What is a turn?"}]
+    return [*renderer.render_messages(message, renderer.new_context(True)), *renderer.generation_prompt(True)]
 
 
 def nano_cell(engine: Engine, kind: str, hostile: Any) -> None:
     """k3-nano's drafts are right often, so windows are accepted as a whole, in part and not at all."""
     renderer, sampling = engine.renderer, SAMPLINGS[kind]
-    prompt = [
-        *renderer.render_messages([{"role": "user", "content": "What is a turn?"}], renderer.new_context(True)),
-        *renderer.generation_prompt(True),
-    ]
+    prompt = asked(engine)
     engine.speculate(OFF)
     plain = cell(engine, sampling, prompt)[0]
     window = engine.model.window
@@ -301,6 +307,23 @@ def test_windows_of_k3_nano_with_its_own_draft(kind: str, window: int, engines, 
 def test_windows_of_k3_nano_on_a_gpu(kind: str, window: int, dtype: str, engines, hostile, reckless) -> None:
     """Recorded steps and kernels, too: the same bits with drafts and without."""
     nano_cell(engines(NANO, window, "cuda", dtype), kind, hostile)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_way_to_end_on_a_gpu(dtype: str, engines, reckless) -> None:
+    """As on a CPU: with the draft of k3-nano, whose windows are often accepted as a whole."""
+    engine, sampling = engines(NANO, 8, "cuda", dtype), SAMPLINGS["greedy"]
+    prompt = asked(engine)
+    engine.speculate(OFF)
+    full = engine.timeline(prompt)
+    list(full.generate(sampling, (), 12))
+    plain = {key: ended(engine, sampling, prompt, full.tokens, *key) for key in ENDS}
+    for spec in ("dspark", "both"):
+        engine.speculate(choose(spec))
+        for key in ENDS:
+            assert ended(engine, sampling, prompt, full.tokens, *key) == plain[key], (spec, key)
+    engine.speculate(OFF)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

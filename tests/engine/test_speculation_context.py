@@ -149,6 +149,33 @@ def test_a_turn_whose_state_was_thinned_is_replayed_with_what_its_boundary_kept(
     assert ids(store, "a") == tokens
 
 
+@pytest.mark.parametrize("call", ["verify", "commit"])
+def test_after_a_crash_inside_a_window_it_drafts_as_if_nothing_had_happened(
+    call, drafted, unbroken, tmp_path, monkeypatch
+):
+    rows, tokens = unbroken
+    store = new_store(tmp_path / "s")
+    whole, left = getattr(drafted.model, call), 3
+
+    def broken(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        found = whole(*args)
+        if left == 0:
+            raise RuntimeError("the device failed")
+        return found
+
+    with Conversation.open(drafted, store, "a", mode="create") as conversation:
+        assert say(conversation, 0) == rows[0]
+        monkeypatch.setattr(drafted.model, call, broken)
+        with pytest.raises(RuntimeError, match="device failed"):
+            say(conversation, 1)
+        monkeypatch.setattr(drafted.model, call, whole)
+        assert say(conversation, 1) == rows[1]
+        assert say(conversation, 2) == rows[2]
+    assert ids(store, "a") == tokens
+
+
 def test_another_draft_passes_them_over(drafted, unbroken, tmp_path, monkeypatch):
     _, tokens = unbroken
     store = new_store(tmp_path / "s")

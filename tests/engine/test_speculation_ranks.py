@@ -20,7 +20,7 @@ from k3cli.engine.drafting.choose import OFF, choose
 from k3cli.engine.engine import Engine
 from k3cli.engine.events import Notice, Speculation
 from k3cli.engine.sampling import Sampling
-from tests.engine.test_speculation_cells import SAMPLINGS, cell
+from tests.engine.test_speculation_cells import SAMPLINGS, asked, cell
 
 CUDA = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 PLACES = ["cpu", pytest.param("cuda-float32", marks=CUDA), pytest.param("cuda-bfloat16", marks=CUDA)]
@@ -35,12 +35,6 @@ def two(request: pytest.FixtureRequest) -> Iterator[Engine]:
     yield engine
     engine.model.close()
     torch.set_num_threads(before)
-
-
-def asked(engine: Engine) -> list[int]:
-    renderer = engine.renderer
-    message = [{"role": "user", "content": "What is a turn?"}]
-    return [*renderer.render_messages(message, renderer.new_context(True)), *renderer.generation_prompt(True)]
 
 
 @pytest.mark.parametrize("kind", ["greedy", "filtered"])

@@ -93,7 +93,7 @@ def test_tiny_any_drafter(kind, tiny_engine, session, hostile, reckless) -> None
         assert session(tiny_engine, SAMPLINGS[kind], make)[1] == plain, name
 
 
-@pytest.mark.parametrize("window", [1, 3, 5, 8])
+@pytest.mark.parametrize("window", [1, 3, 5, 8, 16])
 def test_tiny_any_window(window, tiny_model, session, hostile, reckless) -> None:
     engine = Engine.load(tiny_model, device="cpu", window=window)
     truth, plain = session(engine, SAMPLINGS["cool"])
