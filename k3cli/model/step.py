@@ -97,6 +97,7 @@ class Stepper:
         self._graphs.clear()
         self._warm.clear()
         self._aside = ({}, set())
+        self._graph_pool = None  # gone with the last of them
 
     def use_table(self, state: State) -> Tensor:
         """The page table int32 [max_pages] of a state, on the device."""

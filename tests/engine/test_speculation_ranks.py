@@ -50,9 +50,13 @@ def test_every_drafter_gives_the_tokens_and_state_of_plain_decoding(kind: str, t
         if spec == "dspark":
             assert tokens > 1.5 * steps
     two.speculate(OFF)
+    if two.device.type == "cuda":  # with the layers that are tapped since, too
+        steps_of = two.model._replica.model._steps
+        assert steps_of.eager == ""
+        assert sorted(steps_of._graphs) == list(range(1, two.model.window + 1))
 
 
-def test_a_session_drafted_over_ranks_goes_on_in_one_process_and_back(two: Engine, tmp_path: Path) -> None:
+def test_a_session_drafted_over_ranks_goes_on_in_one_process_and_back(two: Engine, tmp_path: Path, reckless) -> None:
     """Turn by turn on two ranks, alone, and on two ranks again; with `auto` and without drafts."""
     kind = {"device": str(two.device), "dtype": two.dtype}
     alone = Engine.load(NANO, **kind)
