@@ -51,6 +51,11 @@ class Ladder:
         self._sync: Callable[[], None] = torch.cuda.synchronize if cuda else _nothing
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=model.device) if cuda and plan.cold else None
 
+    @property
+    def own(self) -> int:
+        """Bytes on the device that the measuring itself holds."""
+        return 0 if self._flush is None else self._flush.nbytes
+
     def climb(self, results: Results) -> Iterator[Row]:
         """Measures every cell that `results` lacks and yields its row, finished or failed."""
         for depth in self.plan.depths:

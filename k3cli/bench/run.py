@@ -150,7 +150,10 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
 
 
 def _measured(ask: Ask, what: Subject, plan: Plan, model: Any, planned: int, file: Path | None) -> Iterator[Row]:
+    made = peak(what.place)
     limits = ceilings(what.place, model.dtype, what.world)
+    if what.place.type == "cuda":  # the peak to report is the model's, not that of measuring the machine
+        torch.cuda.reset_peak_memory_stats(what.place)
     run = run_row(
         model=what.name,
         config=hashlib.sha256(repr(dataclasses.astuple(what.config)).encode()).hexdigest()[:16],
@@ -180,7 +183,8 @@ def _measured(ask: Ask, what: Subject, plan: Plan, model: Any, planned: int, fil
         note = "" if what.place.type == "cuda" else "the peak is the whole process's"
         if what.world > 1:
             note = "; ".join(filter(None, (note, "of rank 0")))
-        yield results.add({"row": "memory", "planned": planned, "peak": peak(what.place), "note": note})
+        most = max(made, peak(what.place) - ladder.own)
+        yield results.add({"row": "memory", "planned": planned, "peak": most, "note": note})
 
 
 def _behind(ladder: Ladder, results: Results, what: Subject, depth: int, home: Path | None) -> Iterator[Row]:
