@@ -55,9 +55,14 @@ def choice(device: torch.device, K: int, V: int, dtype: torch.dtype) -> select.C
     return select.choose(device, refusal)
 
 
+def squares(dtype: torch.dtype) -> int:
+    """How many C x C matrices a chunk has: solve and mix, in 16 bits the rest of solve too."""
+    return 2 if dtype == torch.float32 else 3
+
+
 def chunk_bytes(H: int, K: int, dtype: torch.dtype) -> int:
-    """Scratch memory of one chunk of all heads: three tiles and two squares, decay, beta, the diagonal."""
-    return H * (dtype.itemsize * CHUNK * (3 * K + 2 * CHUNK) + 4 * K + 8 * CHUNK)
+    """Scratch memory of one chunk of all heads: three tiles and the squares, decay, beta, the diagonal."""
+    return H * (dtype.itemsize * CHUNK * (3 * K + squares(dtype) * CHUNK) + 4 * K + 8 * CHUNK)
 
 
 def prefill_scratch(T: int, H: int, K: int, V: int, dtype: torch.dtype) -> int:

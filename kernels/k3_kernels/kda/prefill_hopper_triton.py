@@ -28,7 +28,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.jit
 def _copy(
-    k_start, q_start, k_end, solve, mix, decay, beta, itself, v,
+    k_start, q_start, k_end, solve, mix, low, decay, beta, itself, v,
     keys, queries, ends, solves, mixes, fades, rates, owns, values, full, empty,
     first, n, each, H, V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
@@ -45,19 +45,20 @@ def _copy(
             mbarrier.expect(
                 ready,
                 k_start.block_type.nbytes + q_start.block_type.nbytes + k_end.block_type.nbytes
-                + solve.block_type.nbytes + mix.block_type.nbytes + decay.block_type.nbytes
+                + 2 * solve.block_type.nbytes + mix.block_type.nbytes + decay.block_type.nbytes
                 + beta.block_type.nbytes + itself.block_type.nbytes + v.block_type.nbytes,
             )  # fmt: skip
         else:
             mbarrier.expect(
                 ready,
-                k_start.block_type.nbytes + k_end.block_type.nbytes + solve.block_type.nbytes
+                k_start.block_type.nbytes + k_end.block_type.nbytes + 2 * solve.block_type.nbytes
                 + decay.block_type.nbytes + beta.block_type.nbytes + v.block_type.nbytes,
             )  # fmt: skip
         tma.async_copy_global_to_shared(k_start, [line * C, 0], ready, keys.index(now))
         tma.async_copy_global_to_shared(v, [first + chunk * C, head * V], ready, values.index(now))
         tma.async_copy_global_to_shared(beta, [line, 0], ready, rates.index(now))
-        tma.async_copy_global_to_shared(solve, [line * C, 0], ready, solves.index(now))
+        tma.async_copy_global_to_shared(solve, [line * C, 0], ready, solves.index(2 * now))
+        tma.async_copy_global_to_shared(low, [line * C, 0], ready, solves.index(2 * now + 1))
         tma.async_copy_global_to_shared(decay, [line, 0], ready, fades.index(now))
         tma.async_copy_global_to_shared(k_end, [line * C, 0], ready, ends.index(now))
         if OUTPUT:
@@ -109,9 +110,12 @@ def _multiply(
         else:
             met = warpgroup_mma_wait(0, [met])
         rest = (given - met) * rate
-        u = warpgroup_mma(
-            gl.convert_layout(rest.to(kind), LEFT), solves.index(now).permute([1, 0]), rest, is_async=True
-        )
+        whole = rest.to(kind)
+        lost = gl.convert_layout((rest - whole.to(gl.float32)).to(kind), LEFT)
+        whole = gl.convert_layout(whole, LEFT)
+        u = warpgroup_mma(whole, solves.index(2 * now).permute([1, 0]), rest, is_async=True)
+        u = warpgroup_mma(whole, solves.index(2 * now + 1).permute([1, 0]), u, is_async=True)
+        u = warpgroup_mma(lost, solves.index(2 * now).permute([1, 0]), u, is_async=True)
         if OUTPUT:
             u, out = warpgroup_mma_wait(0, [u, out])
         else:
@@ -147,7 +151,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["first", "n", "each"])
 def walk(
-    k_start, q_start, k_end, solve, mix, decay, beta, itself, v, o, start, end, first, n, each, H,
+    k_start, q_start, k_end, solve, mix, low, decay, beta, itself, v, o, start, end, first, n, each, H,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):  # fmt: skip
@@ -158,7 +162,7 @@ def walk(
     keys = gl.allocate_shared_memory(k_start.dtype, [STAGES, C, K], k_start.layout)
     ends = gl.allocate_shared_memory(k_end.dtype, [STAGES, C, K], k_end.layout)
     values = gl.allocate_shared_memory(v.dtype, [STAGES, C, V], v.layout)
-    solves = gl.allocate_shared_memory(solve.dtype, [STAGES, C, C], solve.layout)
+    solves = gl.allocate_shared_memory(solve.dtype, [2 * STAGES, C, C], solve.layout)
     fades = gl.allocate_shared_memory(decay.dtype, [STAGES, 1, K], decay.layout)
     rates = gl.allocate_shared_memory(beta.dtype, [STAGES, 1, C], beta.layout)
     owns = gl.allocate_shared_memory(itself.dtype, [OUT, 1, C], itself.layout)
@@ -191,7 +195,7 @@ def walk(
             (
                 _copy,
                 (
-                    k_start, q_start, k_end, solve, mix, decay, beta, itself, v,
+                    k_start, q_start, k_end, solve, mix, low, decay, beta, itself, v,
                     keys, queries, ends, solves, mixes, fades, rates, owns, values, full, empty,
                     first, n, each, H, V, C, STAGES, OUTPUT,
                 ),

@@ -194,8 +194,10 @@ def inside_exact(
 
 
 @triton.jit
-def invert(solve, result, C: tl.constexpr):
+def invert(solve, result, low, C: tl.constexpr):
     """(I + N)^-1 - I for one chunk of one head, N strictly lower triangular [C, C], C = 32, in the same place.
+
+    In 16 bits low gets what rounding took: with one key again and again, entries are near -1 and act on whole values.
 
     Inverses of diagonal blocks of 2, 4, 8, ... come from the inverses of their halves. Rows of both are products of
     contractions, no entry exceeds 1: fp16 factors keep 11 bits. A Neumann series would cancel terms of 10^3 and more.
@@ -211,4 +213,8 @@ def invert(solve, result, C: tl.constexpr):
         half = X.to(kind)
         Y = tl.dot(tl.where(between, N, 0.0), half, input_precision="tf32x3")
         X -= tl.dot(half, Y.to(kind), input_precision="tf32x3")
-    tl.store(result + at, tl.where(row > column, X, 0.0).to(result.dtype.element_ty))
+    X = tl.where(row > column, X, 0.0)
+    high = X.to(result.dtype.element_ty)
+    tl.store(result + at, high)
+    if result.dtype.element_ty != tl.float32:
+        tl.store(low + at, (X - high.to(tl.float32)).to(high.dtype))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from k3_kernels.kda.prefill import CHUNK, RESIDENT, ROWS, WORKSPACE, chunk_bytes
+from k3_kernels.kda.prefill import CHUNK, RESIDENT, ROWS, WORKSPACE, chunk_bytes, squares
 from k3_kernels.kda.prefill_inside_triton import inside, inside_exact, invert
 
 REGISTERS = 128
@@ -33,7 +33,7 @@ Launch = Callable[[tuple[int, int, int], Tensor, Tensor, int, int, int, bool], N
 
 @triton.jit(do_not_specialize=["first", "n", "each"])
 def _walk(
-    k_start, q_start, k_end, solve, mix, decay, beta, itself, v, o, start, end, first, n, each, H,
+    k_start, q_start, k_end, solve, mix, low, decay, beta, itself, v, o, start, end, first, n, each, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     OUTPUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def _walk(
 
     With OUTPUT: from start [segments, H, V, K], writes o, and the last segment writes end [H, V, K]. Without: rows
     below V begin at zero, the K rows behind them at the identity and see no values; all segments write their
-    end [segments, H, V + K, K]. k_start to mix, v and o are tensor descriptors: of [chunks H C, K], of
+    end [segments, H, V + K, K]. k_start to low, v and o are tensor descriptors: of [chunks H C, K], of
     [chunks H C, C] and of [T, H V].
     """
     tile = tl.program_id(0)
@@ -69,7 +69,11 @@ def _walk(
         rest = tl.trans(values) - tl.dot(held, tl.trans(keys), input_precision=PRECISION)
         rest *= rate[None, :]
         # The unit diagonal of the inverse stays outside of the product, and so does B's: most of u and o isn't rounded.
-        u = tl.dot(rest.to(kind), tl.trans(solved), rest, input_precision=PRECISION)
+        whole = rest.to(kind)
+        u = tl.dot(whole, tl.trans(solved), rest, input_precision=PRECISION)
+        if kind != tl.float32:
+            u = tl.dot(whole, tl.trans(low.load([at * C, 0])), u)
+            u = tl.dot((rest - whole.to(tl.float32)).to(kind), tl.trans(solved), u)
         near = u.to(kind)
         if OUTPUT:
             out = tl.dot(held, tl.trans(q_start.load([at * C, 0])), input_precision=PRECISION)
@@ -153,8 +157,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Parts(NamedTuple):
-    """What `inside` makes of n chunks of H heads: tiles [3, n H C, K], squares [2, n H C, C] in the activations' type,
-    decay [n H, K], beta and itself [n H, C] fp32."""
+    """What `inside` makes of n chunks of H heads: tiles [3, n H C, K], squares (solve, mix and, in 16 bits, the rest of
+    solve) [2 or 3, n H C, C] in the activations' type, decay [n H, K], beta and itself [n H, C] fp32."""
 
     tiles: Tensor
     squares: Tensor
@@ -180,14 +184,14 @@ def _inside(
     kind = k.dtype
     lines = triton.cdiv(stop - first, CHUNK) * H
     tiles = k.new_empty(3, lines * CHUNK, K)
-    squares = k.new_empty(2, lines * CHUNK, CHUNK)
+    square = k.new_empty(squares(kind), lines * CHUNK, CHUNK)
     decay = k.new_empty(lines, K, dtype=torch.float32)
     beta, itself = (k.new_empty(lines, CHUNK, dtype=torch.float32) for _ in range(2))
     # Until it is inverted, the system is kept as fp16 when activations have 16 bits.
-    system = squares[0] if kind == torch.float32 else squares[0].view(torch.float16)
+    system = square[0] if kind == torch.float32 else square[0].view(torch.float16)
     bound = 0.0 if lower_bound is None else lower_bound
     given = (q, k, f, b, A_log, dt_bias, bound, stop, first, H, q.stride(0), k.stride(0), f.stride(0), b.stride(0))
-    found = (*tiles, system, squares[1], decay, beta, itself)
+    found = (*tiles, system, square[1], decay, beta, itself)
     exact = kind == torch.float32 if tuning.exact is None else tuning.exact
     if lower_bound is not None and -5 <= lower_bound <= 0 and not exact:
         inside[(lines,)](
@@ -196,8 +200,8 @@ def _inside(
         )  # fmt: skip
     else:
         inside_exact[(lines,)](*given, *found, K=K, C=CHUNK, BOUNDED=lower_bound is not None, num_warps=4)
-    invert[(lines,)](system, squares[0], C=CHUNK, num_warps=1)
-    return _Parts(tiles, squares, decay, beta, itself)
+    invert[(lines,)](system, square[0], square[-1], C=CHUNK, num_warps=1)
+    return _Parts(tiles, square, decay, beta, itself)
 
 
 def _precision(kind: torch.dtype) -> str:
@@ -237,7 +241,7 @@ def _launcher(parts: _Parts, v: Tensor, o: Tensor) -> Launch:
     BV = min(V, K, ROWS)
     shared = (
         *(TensorDescriptor.from_tensor(x, [CHUNK, K]) for x in parts.tiles),
-        *(TensorDescriptor.from_tensor(x, [CHUNK, CHUNK]) for x in parts.squares),
+        *(TensorDescriptor.from_tensor(parts.squares[i], [CHUNK, CHUNK]) for i in (0, 1, -1)),
         *parts[2:],
         *(TensorDescriptor.from_tensor(x.flatten(1), [CHUNK, BV]) for x in (v, o)),
     )
