@@ -151,7 +151,7 @@ def test_a_lost_peer_is_one_line_and_nothing_stays(model: tuple[str, ...], how: 
     process, peer = with_peer(model)
     os.kill(peer, how)
     began = time.monotonic()
-    _, err = ended(process)
+    _, err = ended(process, 35)
     assert time.monotonic() - began < 30
     killed = how == signal.SIGKILL
     found = "was ended by signal 9; expected every rank to stay" if killed else "has not answered for 20 s"
@@ -174,7 +174,7 @@ def test_a_lost_rank_that_another_program_started_is_named(model: tuple[str, ...
         answering(first)
         os.kill(second.pid, how)
         began = time.monotonic()
-        _, err = ended(first)
+        _, err = ended(first, 35)
         assert time.monotonic() - began < 30
     finally:
         second.kill()

@@ -210,7 +210,7 @@ def test_memory_that_runs_out_on_one_rank_names_it(
         if not cold:
             net.prefill(ids, net.new_state(), logits="all")
         for size in (1 << 30, 32 << 20, 1 << 20):  # the last in blocks of 2 MiB, as a device gives them out
-            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            with contextlib.suppress(RuntimeError):  # in either words of torch
                 while True:
                     hog.append(torch.empty(size, dtype=torch.uint8, device="cuda:1"))
         began = time.monotonic()
