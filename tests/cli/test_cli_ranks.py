@@ -96,7 +96,7 @@ def test_a_session_goes_from_two_ranks_to_one(model: tuple[str, ...]):
 
 def test_two_ranks_go_on_where_one_stopped_and_drafts_change_nothing(model: tuple[str, ...]):
     if "cpu" in model:
-        pytest.skip("as test_ranks.py and test_speculation.py do, without a process for each")
+        pytest.skip("as test_ranks.py and test_speculation_ranks.py do, in fewer processes")
     said("chat", *model, "-s", "a", "-p", "hello")
     more = ("-p", "go on", "--gpus", "2")
     assert answer(said("resume", "a", *model, *more, "--spec", "off")) != ""
