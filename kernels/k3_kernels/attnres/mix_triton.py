@@ -60,10 +60,15 @@ def _mix(
     BD: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BD)
     inside = column < D
+    q = tl.load(query + column, mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     at = sources + t * stride_t + column
     xs = ()
     for m in tl.static_range(M):
@@ -72,7 +77,6 @@ def _mix(
             x = (x.to(tl.float32) + tl.load(added + t * D + column, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
             tl.store(at + m * stride_m, x, mask=inside)
         xs = xs + (x,)
-    q = tl.load(query + column, mask=inside, other=0.0)
     parts = ()
     for m in tl.static_range(MP):
         if m < M:
@@ -112,13 +116,15 @@ def _gram(
     EARLY: tl.constexpr,
 ):
     """grams[t, chunk] [16, 16]: products of sources over a chunk, and in column 15 those with the query."""
-    if EARLY:
-        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1)
     column = c * CHUNK + tl.arange(0, CHUNK)
     row = tl.arange(0, 16)
     inside = column < D
+    q = tl.load(query + column, mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     at = sources + row[:, None].to(tl.int64) * stride_m + t * stride_t + column[None, :]
     x = tl.load(at, mask=(row < M)[:, None] & inside[None, :], other=0.0)
     if ADD:
@@ -127,7 +133,6 @@ def _gram(
         x = tl.where(last, (x.to(tl.float32) + extra[None, :]).to(x.dtype), x)
         tl.store(at, x, mask=last & inside[None, :])
     full = x.to(tl.float32)
-    q = tl.load(query + column, mask=inside, other=0.0)
     gram = tl.dot(x, tl.trans(x), input_precision="ieee")
     score = tl.sum(full * q[None, :], 1)
     gram = tl.where((row == 15)[None, :], score[:, None], gram)
@@ -151,13 +156,14 @@ def _apply(
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     row = tl.arange(0, 16)
     inside = column < D
     w = tl.load(weight + column, mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     at = sources + row[:, None].to(tl.int64) * stride_m + t * stride_t + column[None, :]
     x = tl.load(at, mask=(row < M)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     gram = tl.zeros((16, 16), tl.float32)
@@ -176,7 +182,8 @@ def _apply(
 
 @cache
 def _dependent(device: torch.device) -> bool:
-    """Whether a kernel may start before the one before it has ended."""
+    """Whether a kernel may start before the one before has ended. It fetches weights, waits, and only then lets the
+    next one start: kernels that wait for kernels that wait fill the processors (24 us instead of 5 for 8 rows)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -197,24 +204,25 @@ def mix_norm(
     """The kernel's form of `k3_kernels.attnres.mix_norm`, without the norm when there is no weight."""
     M, T, D = sources.shape
     out = torch.empty(T, D, dtype=sources.dtype, device=sources.device)
+    early = T <= few and _dependent(sources.device)
+    ahead = {"launch_pdl": True} if early else {}
     if 0 < T <= few and few_sources < M < 16 and weight is not None:
         chunks = triton.cdiv(D, chunk)
-        early = _dependent(sources.device)
         grams = torch.empty(T, chunks, 16, 16, dtype=torch.float32, device=sources.device)
         _gram[(T, chunks)](
             sources, sources.stride(0), sources.stride(1), query, out if add is None else add, grams,
-            M, D, chunk, add is not None, early, num_warps=4,
+            M, D, chunk, add is not None, early, num_warps=4, **ahead,
         )  # fmt: skip
         _apply[(T, triton.cdiv(D, width))](
             sources, sources.stride(0), sources.stride(1), grams, weight, out, mix_eps, norm_eps,
-            M, D, chunks, width, early, num_warps=1, **({"launch_pdl": True} if early else {}),
+            M, D, chunks, width, early, num_warps=1, **ahead,
         )  # fmt: skip
     elif T:
         BD = max(8, triton.next_power_of_2(D))
         _mix[(T,)](
             sources, sources.stride(0), sources.stride(1), query, out if weight is None else weight,
             out if add is None else add, out, mix_eps, norm_eps,
-            M, triton.next_power_of_2(M), D, BD, add is not None, weight is not None,
-            num_warps=max(1, min(warps, BD // 256)),
+            M, triton.next_power_of_2(M), D, BD, add is not None, weight is not None, early,
+            num_warps=max(1, min(warps, BD // 256)), **ahead,
         )  # fmt: skip
     return out

@@ -9,10 +9,13 @@ warps for that (`select_gluon_triton`).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 WINDOW = 16
 SHARE: int = 1024
@@ -29,10 +32,21 @@ def _cut(w):
 
 @triton.jit
 def _scores(
-    x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, BK: tl.constexpr
-):
-    """parts[share, t, e] = gate[e] . x[t] over the share's columns."""
+    x, gate, parts, T, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, BK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """parts[share, t, e] = gate[e] . x[t] over the share's columns. EARLY: launched before the kernel before has ended,
+    this program's share of the gate is brought into the L2 meanwhile."""
     e = tl.program_id(0) * 16 + tl.arange(0, 16)
+    if EARLY:
+        LINE: tl.constexpr = 1024 // gate.dtype.element_ty.primitive_bitwidth
+        line = tl.program_id(1) * SHARE + tl.arange(0, SHARE // LINE) * LINE
+        offset = tl.minimum(e, E - 1)[:, None] * D + tl.minimum(line, D - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [gate + offset], tl.int32, is_pure=False, pack=1
+        )
+        gdc_wait()
+        gdc_launch_dependents()
     t = tl.arange(0, R)
     k = tl.arange(0, BK)
     first = tl.program_id(1) * SHARE
@@ -100,6 +114,11 @@ def _select(
     tl.store(weights + t * K + j, weight * scale, mask=j < K)
 
 
+@cache
+def _dependent(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The kernels' form of `k3_kernels.moe.route` without groups; x, gate and bias contiguous."""
     T, D = x.shape
@@ -112,7 +131,11 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, 
         P = triton.cdiv(D, SHARE)
         parts = torch.empty(P, T, E, dtype=torch.float32, device=x.device)
         R = 8 if T <= 8 else 16
-        _scores[(triton.cdiv(E, 16), P)](x, gate, parts, T, D, E, R, SHARE, 64, num_warps=1, num_stages=3)
+        early = _dependent(x.device)
+        ahead = {"launch_pdl": True} if early else {}
+        _scores[(triton.cdiv(E, 16), P)](
+            x, gate, parts, T, D, E, R, SHARE, 64, early, num_warps=1, num_stages=3, **ahead
+        )
         stride_p, stride_t = parts.stride(0), parts.stride(1)
     else:
         P, parts = _many(x, gate)
@@ -122,8 +145,9 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, renormalize: bool, 
         from k3_kernels.moe import select_gluon_triton
 
         select_gluon_triton.select[(T,)](
-            parts, bias, ids, weights, stride_p, stride_t, scale, E, top_k, P, renormalize, BE, BK, num_warps=8
-        )
+            parts, bias, ids, weights, stride_p, stride_t, scale, E, top_k, P, renormalize, BE, BK, early,
+            num_warps=8, **ahead,
+        )  # fmt: skip
     else:
         _select[(T,)](
             parts, bias, ids, weights, stride_p, stride_t, scale, E, top_k, P, renormalize, BE, BK, num_warps=1
