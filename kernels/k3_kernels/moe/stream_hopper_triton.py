@@ -4,7 +4,8 @@ One program a processor takes an equal share of all tiles of 64 weight rows. One
 and scales filled by the copy engine, so bytes in flight don't depend on who decodes; the rows of the window lie in
 shared memory. Four warp groups decode a quarter of the columns each, in registers, and multiply; their four sums are
 added in one order by the group whose turn it is. Every row of the window is a column of every product, wanted or not:
-it costs nothing, columns don't see each other, and only wanted ones are stored.
+it costs nothing, columns don't see each other, and only wanted ones are stored. The products are the older matrix
+instruction's: for eight columns it is fast enough, and the next stage is decoded between its results.
 
 Orders of rows and columns: `decode_hopper_triton`.
 """
@@ -16,9 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    mma_v2,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from k3_kernels.moe.decode_hopper_triton import (
@@ -118,68 +118,83 @@ def _copy(
 
 
 @gluon.jit
+def _fetch(
+    packed, scales, full, empty, stage, GROUP: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    A: gl.constexpr,
+):  # fmt: skip
+    """A group's quarter of a stage, decoded, once it is there: two operands of 64 columns. The stage is free then."""
+    X: gl.constexpr = X_GATED if GATED else X_PLAIN
+    X3: gl.constexpr = X3_GATED if GATED else X3_PLAIN
+    S: gl.constexpr = gl.SliceLayout(2, X3)
+    now = stage % STAGES
+    mbarrier.wait(full.index(now), (stage // STAGES) & 1)
+    box = now * 4 + GROUP // 2 * 2
+    x0 = packed.index(box).slice(GROUP % 2 * 16, 16, 1).load(X).reshape([32, 4, 4])
+    x1 = packed.index(box + 1).slice(GROUP % 2 * 16, 16, 1).load(X).reshape([32, 4, 4])
+    x0, x1 = gl.convert_layout(x0, X3), gl.convert_layout(x1, X3)
+    both0 = both(scales.index(now * 2).slice(4 * GROUP, 4, 1).load(S))
+    both1 = both(scales.index(now * 2 + 1).slice(4 * GROUP, 4, 1).load(S))
+    a = operand(x0, x1, both0, both1, 0, GATED, A)
+    b = operand(x0, x1, both0, both1, 1, GATED, A)
+    barrier()
+    mbarrier.arrive(empty.index(now), count=1)
+    return a, b
+
+
+@gluon.jit
 def _multiply(
     member, count, to, n, held, packed, scales, sums, full, empty, ready, free, done, taken, GROUP: gl.constexpr,
     GATED: gl.constexpr, OUT: gl.constexpr, WIDTH: gl.constexpr, BETA: gl.constexpr, LINEAR_BETA: gl.constexpr,
     R: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """One warp group: a quarter of the columns of every stage, and every fourth tile's result."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    X: gl.constexpr = X_GATED if GATED else X_PLAIN
-    X3: gl.constexpr = X3_GATED if GATED else X3_PLAIN
-    S: gl.constexpr = gl.SliceLayout(2, X3)
+    B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     UNITS: gl.constexpr = OUT // 64
     CHUNKS: gl.constexpr = WIDTH // 64
     if GATED:
         after_the_kernel_before()
+    STEPS: gl.constexpr = WIDTH // STEP
     first, end = _share(count, OUT)
     stage = 0
     experts = 0
     last = -1
-    for item in range(first, end):
-        source = 0 if GATED else item // UNITS
-        if source != last:
-            if experts > 0:
+    if first < end:
+        a, b = _fetch(packed, scales, full, empty, 0, GROUP, GATED, STAGES, A)
+        for item in range(first, end):
+            source = 0 if GATED else item // UNITS
+            if source != last:
+                if experts > 0:
+                    barrier()
+                    mbarrier.arrive(free.index((experts - 1) % HELD), count=1)
+                mbarrier.wait(ready.index(experts % HELD), (experts // HELD) & 1)
+                experts += 1
+                last = source
+            mine = (experts - 1) % HELD * CHUNKS
+            acc = gl.zeros([64, R], gl.float32, ACC)
+            more = gl.zeros([64, R], gl.float32, ACC)
+            for step in range(STEPS):
+                at = mine + step * 8 + 2 * GROUP
+                acc = mma_v2(a, held.index(at).permute([1, 0]).load(B), acc)
+                more = mma_v2(b, held.index(at + 1).permute([1, 0]).load(B), more)
+                # Behind the last stage, the last one again.
+                stage = gl.minimum(stage + 1, (end - first) * STEPS - 1)
+                a, b = _fetch(packed, scales, full, empty, stage, GROUP, GATED, STAGES, A)
+            tile = item - first
+            turn = tile % 2
+            mbarrier.wait(taken.index(turn), (tile // 2 + 1) & 1)
+            sums.index(turn * 4 + GROUP).store(acc + more)
+            barrier()
+            mbarrier.arrive(done.index(turn), count=1)
+            if tile % 4 == GROUP:
+                mbarrier.wait(done.index(turn), (tile // 2) & 1)
+                total = sums.index(turn * 4).load(ACC) + sums.index(turn * 4 + 1).load(ACC)
+                total += sums.index(turn * 4 + 2).load(ACC)
+                total += sums.index(turn * 4 + 3).load(ACC)
                 barrier()
-                mbarrier.arrive(free.index((experts - 1) % HELD), count=1)
-            mbarrier.wait(ready.index(experts % HELD), (experts // HELD) & 1)
-            experts += 1
-            last = source
-        mine = (experts - 1) % HELD * CHUNKS
-        acc = gl.zeros([64, R], gl.float32, ACC)
-        for step in range(WIDTH // STEP):
-            now = stage % STAGES
-            mbarrier.wait(full.index(now), (stage // STAGES) & 1)
-            box = now * 4 + GROUP // 2 * 2
-            x0 = packed.index(box).slice(GROUP % 2 * 16, 16, 1).load(X).reshape([32, 4, 4])
-            x1 = packed.index(box + 1).slice(GROUP % 2 * 16, 16, 1).load(X).reshape([32, 4, 4])
-            x0, x1 = gl.convert_layout(x0, X3), gl.convert_layout(x1, X3)
-            both0 = both(scales.index(now * 2).slice(4 * GROUP, 4, 1).load(S))
-            both1 = both(scales.index(now * 2 + 1).slice(4 * GROUP, 4, 1).load(S))
-            a = operand(x0, x1, both0, both1, 0, GATED, A)
-            b = operand(x0, x1, both0, both1, 1, GATED, A)
-            barrier()
-            mbarrier.arrive(empty.index(now), count=1)
-            at = mine + step * 8 + 2 * GROUP
-            acc = warpgroup_mma(a, held.index(at).permute([1, 0]), acc, is_async=True)
-            acc = warpgroup_mma(b, held.index(at + 1).permute([1, 0]), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [acc])
-            stage += 1
-        tile = item - first
-        turn = tile % 2
-        mbarrier.wait(taken.index(turn), (tile // 2 + 1) & 1)
-        sums.index(turn * 4 + GROUP).store(acc)
-        barrier()
-        mbarrier.arrive(done.index(turn), count=1)
-        if tile % 4 == GROUP:
-            mbarrier.wait(done.index(turn), (tile // 2) & 1)
-            total = sums.index(turn * 4).load(ACC) + sums.index(turn * 4 + 1).load(ACC)
-            total += sums.index(turn * 4 + 2).load(ACC)
-            total += sums.index(turn * 4 + 3).load(ACC)
-            barrier()
-            mbarrier.arrive(taken.index(turn), count=1)
-            _store(total, to, member, item // UNITS, item % UNITS, n, OUT, GATED, BETA, LINEAR_BETA, R)
+                mbarrier.arrive(taken.index(turn), count=1)
+                _store(total, to, member, item // UNITS, item % UNITS, n, OUT, GATED, BETA, LINEAR_BETA, R)
 
 
 @gluon.jit

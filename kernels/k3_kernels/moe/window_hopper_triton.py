@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from k3_kernels.activation.math_triton import constants
 from k3_kernels.activation.reference import Activation
@@ -30,6 +30,7 @@ def _prepare(
 ):  # fmt: skip
     """Programs 0 to n - 1: a row, columns as the decoder yields them. The last: each chosen expert once, with the
     pairs (row, choice) of the rows that chose it, in the order in which they come up."""
+    gdc_wait()
     gdc_launch_dependents()
     i = tl.program_id(0)
     position = tl.load(cursor)
@@ -82,7 +83,7 @@ def experts_window(
         count = torch.empty(1, dtype=torch.int32, device=z.device)
         _prepare[(n + 1,)](
             z, z.stride(0), ids, cursor, rows, used, member, count, n,
-            W, k, L, R, triton.next_power_of_2(k), triton.next_power_of_2(L), num_warps=8,
+            W, k, L, R, triton.next_power_of_2(k), triton.next_power_of_2(L), num_warps=8, launch_pdl=True,
         )  # fmt: skip
         up, down = rings(R, L, gated=True), rings(R, F, gated=False)
         assert up is not None
