@@ -1,4 +1,4 @@
-"""Around the library's attention: keys put together from their two parts, results of key blocks merged."""
+"""Around the library's attention: the key part that all heads share put into their keys, results of blocks merged."""
 
 from __future__ import annotations
 
@@ -47,34 +47,20 @@ def merge(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor, out:
 
 
 @triton.jit
-def pack_kernel(
-    expanded, shared, keys, expanded_row, expanded_head, shared_row, n, H,
-    N: tl.constexpr, BK: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+def share_kernel(shared, keys, shared_row, n, H, N: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr):
     """Grid (n / BT, H)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
-    h = tl.program_id(1)
-    k, e = tl.arange(0, BK), tl.arange(0, BP)
+    e = tl.arange(0, BP)
     wide = t.to(tl.int64)[:, None]
-    there = (t < n)[:, None]
-    to = keys + (wide * H + h) * (N + P)
-    x = tl.load(expanded + wide * expanded_row + h * expanded_head + k[None, :], mask=there & (k < N)[None, :])
-    tl.store(to + k[None, :], x, mask=there & (k < N)[None, :])
-    y = tl.load(shared + wide * shared_row + e[None, :], mask=there & (e < P)[None, :])
-    tl.store(to + N + e[None, :], y, mask=there & (e < P)[None, :])
+    there = (t < n)[:, None] & (e < P)[None, :]
+    x = tl.load(shared + wide * shared_row + e[None, :], mask=there)
+    tl.store(keys + (wide * H + tl.program_id(1)) * (N + P) + N + e[None, :], x, mask=there)
 
 
-def pack(expanded: Tensor, shared: Tensor, width: int) -> Tensor:
-    """Keys [n, H, width + P]: the first `width` of expanded [n, H, ...], then shared [n, P] for every head.
-
-    Last dimensions contiguous.
-    """
-    n, H = expanded.shape[:2]
+def share(shared: Tensor, keys: Tensor) -> None:
+    """Writes shared [n, P] behind the first N of every head's keys [n, H, N + P], contiguous."""
+    n, H, width = keys.shape
     P = shared.shape[1]
-    keys = expanded.new_empty(n, H, width + P)
-    BT = 32
-    pack_kernel[(triton.cdiv(n, BT), H)](
-        expanded, shared, keys, expanded.stride(0), expanded.stride(1), shared.stride(0), n, H,
-        N=width, BK=triton.next_power_of_2(width), P=P, BP=triton.next_power_of_2(P), BT=BT,
-    )  # fmt: skip
-    return keys
+    share_kernel[(triton.cdiv(n, 64), H)](
+        shared, keys, shared.stride(0), n, H, N=width - P, P=P, BP=triton.next_power_of_2(P), BT=64
+    )

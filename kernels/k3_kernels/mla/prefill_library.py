@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3_kernels.mla.merge_triton import merge, pack
+from k3_kernels.mla.merge_triton import merge, share
 from k3_kernels.mla.scratch import BLOCK
 
 
@@ -21,14 +21,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
     return found[0][0].transpose(0, 1), found[1].reshape(q.shape[1], q.shape[0])
 
 
-def expand(pages: Tensor, table: Tensor, w_kv_b: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Of positions first to stop - 1: expanded keys and values [n, H, N + V], the shared key part [n, P]."""
+def expand(pages: Tensor, table: Tensor, w_kv_b: Tensor, N: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys [n, H, N + P] and values [n, H, V] of positions first to stop - 1, written where attention reads them."""
     H, width, R = w_kv_b.shape
     size, row = pages.shape[1:]
     ids = table[first // size : -(-stop // size)].long()
     latent = pages.index_select(0, ids).view(-1, row)[first % size :][: stop - first]
-    expanded = torch.matmul(latent[:, :R], w_kv_b.view(H * width, R).t()).view(-1, H, width)
-    return expanded, latent[:, R:]
+    keys = latent.new_empty(len(latent), H, N + row - R)
+    values = latent.new_empty(len(latent), H, width - N)
+    heads = latent[:, :R].expand(H, -1, -1)
+    torch.bmm(heads, w_kv_b[:, :N].transpose(1, 2), out=keys[..., :N].transpose(0, 1))
+    torch.bmm(heads, w_kv_b[:, N:].transpose(1, 2), out=values.transpose(0, 1))
+    share(latent[:, R:], keys)
+    return keys, values
 
 
 def prefill(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int, scale: float) -> Tensor:
@@ -37,17 +42,16 @@ def prefill(q: Tensor, pages: Tensor, table: Tensor, w_kv_b: Tensor, start: int,
     The bits depend on start and T. Workspace: `scratch.prefill_scratch`.
     """
     T, H, width = q.shape
-    P = pages.shape[2] - w_kv_b.shape[2]
-    N = width - P
+    N = width - (pages.shape[2] - w_kv_b.shape[2])
     V = w_kv_b.shape[1] - N
     blocks = [(first, min(first + BLOCK, start), False) for first in range(0, start, BLOCK)]
     blocks.append((start, start + T, True))
     total: Tensor | None = None
     lse: Tensor | None = None
     for first, stop, causal in blocks:
-        expanded, shared = expand(pages, table, w_kv_b, first, stop)
-        part, part_lse = attention(q, pack(expanded, shared, N), expanded[..., N:], causal, scale)
-        del expanded, shared  # not two blocks at a time
+        keys, values = expand(pages, table, w_kv_b, N, first, stop)
+        part, part_lse = attention(q, keys, values, causal, scale)
+        del keys, values  # not two blocks at a time
         if total is None or lse is None:
             total, lse = part, part_lse.contiguous()
             continue

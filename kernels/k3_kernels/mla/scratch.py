@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 
 BLOCK = 16384
-"""Keys that prefill expands at once, at multiples of it: for 96 heads 1.4 GB of keys and values."""
+"""Keys that prefill expands at once, at multiples of it: for 96 heads 1.0 GB of keys and values."""
 SPLITS = 64
 """Splits of a row at most in decode, and twice as many far out: with two tiles of 64 pairs for 96 heads they fill 128
 of an H200's 132 processors."""
 
 
 def prefill_scratch(T: int, start: int, H: int, N: int, P: int, R: int, V: int, dtype: torch.dtype) -> int:
-    """Of T queries behind `start` keys: a block's latents, what they expand to, what is merged so far in fp32.
+    """Of T queries behind `start` keys: a block's keys and values, what is merged so far in fp32.
 
-    A block's own result takes the room of the call's, which is made last.
+    A block's own result takes the room of the call's, which is made last, and before it the block's latents do.
     """
     keys = max(T, min(start, BLOCK))
-    block = keys * (H * (N + V) + H * (N + P) + R + P) * dtype.itemsize
+    block = (keys * H * (N + P + V) + max(0, keys * (R + P) - T * H * V)) * dtype.itemsize
     if not start:
         return block + 4 * H * T
     return block + 4 * T * H * V + 8 * H * T
