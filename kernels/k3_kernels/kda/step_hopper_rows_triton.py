@@ -28,18 +28,18 @@ def _row(s, accepted, first, W, conv, conv_row, log, C, x, x_row):
 
 @gluon.jit
 def _inputs(
-    base, total, accepted, first, W, conv, conv_row, log_x, x, x_row, log_f, f, f_row, log_b, b, b_row, h,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, R: gl.constexpr, LIVE: gl.constexpr,
+    t, total, accepted, first, W, conv, conv_row, log_x, x, x_row, log_f, f, f_row, log_b, b, b_row, h,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, LIVE: gl.constexpr,
 ):  # fmt: skip
-    """What rows base and on are made of: the four convolution inputs of q, k and v, oldest first, then f and b.
+    """What rows t are made of: the four convolution inputs of q, k and v, oldest first, then f and b.
 
-    Rows behind the last hold anything, and nothing made of them is used.
+    Rows behind the last hold anything, and nothing made of them is used; so do queries of accepted rows.
     """
     HK: gl.constexpr = H * K
     C: gl.constexpr = 2 * HK + H * V
-    t = base + gl.arange(0, ROWS, gl.SliceLayout(1, R))
     d = h * K + gl.arange(0, K, gl.SliceLayout(0, R))[None, :]
     inside = (t < total)[:, None]
+    asked = inside & (t >= accepted)[:, None]
     slot = _slot(first + t, W)
     p0 = _row(t - 3, accepted, first, W, conv, conv_row, log_x, C, x, x_row) + d
     p1 = _row(t - 2, accepted, first, W, conv, conv_row, log_x, C, x, x_row) + d
@@ -49,7 +49,7 @@ def _inputs(
     b_line = gl.where(t < accepted, log_b + slot * H, b + slot * b_row)
     k_rows = _four(p0 + HK, p1 + HK, p2 + HK, p3 + HK, inside)
     v_rows = _four(p0 + 2 * HK, p1 + 2 * HK, p2 + 2 * HK, p3 + 2 * HK, inside)
-    q_rows = _four(p0, p1, p2, p3, inside) if LIVE else k_rows
+    q_rows = _four(p0, p1, p2, p3, asked) if LIVE else k_rows
     return k_rows, v_rows, q_rows, gl.load(f_line + d, mask=inside), gl.load(b_line + h, mask=t < total)
 
 
@@ -118,31 +118,3 @@ def _log_decay(f, rate, BOUND: gl.constexpr, bound):
     # softplus = max(f, 0) + log(1 + y), y = exp(-|f|); a series where 1 + y would swallow y.
     y = _exp(-gl.abs(f))
     return -rate * (gl.maximum(f, 0.0) + gl.where(y < 1e-3, y * (1 - y * (0.5 - y / 3)), gl.log(1 + y)))
-
-
-@gluon.jit
-def _prepare(
-    group, rows, taps, rate, shift, BOUND: gl.constexpr, bound, keys, decays, values, betas, queries,
-    K: gl.constexpr, LIVE: gl.constexpr,
-):  # fmt: skip
-    """What the recurrence takes of a group of rows, into shared memory."""
-    k_rows, v_rows, q_rows, f_rows, b_rows = rows
-    k_taps, v_taps, q_taps = taps
-    rate = _exp(rate)
-    decays.index(group).store(_exp(_log_decay(f_rows.to(gl.float32) + shift, rate, BOUND, bound)))
-    betas.index(group).store(_sigmoid(b_rows.to(gl.float32)))
-    values.index(group).store(_convolved(v_rows, v_taps))
-    key = _convolved(k_rows, k_taps)
-    keys.index(group).store(key * _rsqrt(gl.sum(key * key, 1) + L2_EPS)[:, None])
-    if LIVE:
-        q = _convolved(q_rows, q_taps)
-        queries.index(group).store(q * (_rsqrt(gl.sum(q * q, 1) + L2_EPS) * (1 / K**0.5))[:, None])
-
-
-@gluon.jit
-def _move(conv, conv_row, j, channel, HK, q, k, v, mask):
-    """Stores the convolution window behind the accepted rows."""
-    target = conv + (j * conv_row)[:, None] + channel
-    gl.store(target, q, mask=mask)
-    gl.store(target + HK, k, mask=mask)
-    gl.store(target + 2 * HK, v, mask=mask)

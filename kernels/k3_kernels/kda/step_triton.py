@@ -306,10 +306,13 @@ def _launch(
     windows = (conv.stride(0) // 4, conv.stride(1) // 4, conv.stride(2) // 4)
     places = (*strides, recurrent.stride(0) // 16, recurrent.stride(1) // 16, *windows)
     if cut.hopper:
-        from k3_kernels.kda import step_hopper_triton
+        from k3_kernels.kda import step_hopper_commit_triton, step_hopper_triton
 
         taps = w._replace(conv=_tap_by_tap(w.conv))
-        step_hopper_triton.launch(rows, taps, recurrent, conv, log, cursor, n, out, places, _processors(x.device))
+        if n > 0:
+            step_hopper_triton.launch(rows, taps, recurrent, conv, log, cursor, n, out, places)
+        else:
+            step_hopper_commit_triton.launch(taps, recurrent, conv, log, cursor, places, _processors(x.device))
         return
     items = layers * H
     # With many layers, as many programs as are resident at once, and each goes on to its next head.

@@ -127,6 +127,12 @@ def test_windows_give_the_bits_of_plain_decoding(
     assert torch.equal(run.conv[2], alone.conv[0])
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_a_whole_layer_gives_the_bits_of_plain_decoding():
+    """96 heads: several programs share a processor, and those of a head don't run in step."""
+    test_windows_give_the_bits_of_plain_decoding((96, 128, 128), BF16, F32, "hopper", 8)
+
+
 @pytest.mark.parametrize("accepted", range(9) if LONG else [0, 1, 4, 8])
 @pytest.mark.parametrize("form", FORMS)
 def test_commit_replays_every_layer(accepted: int, form: str):
