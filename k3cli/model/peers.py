@@ -87,6 +87,7 @@ class Peers:
     def explain(self, error: BaseException) -> K3Error:
         """Why the world broke: a rank and its cause. Ends the others."""
         found = _own_fault(error)
+        _free(getattr(self, "world", None))
         if found is None:
             self._wait(2)  # who was ended has ended, who missed somebody in a sum, too
             self._hang_up()
@@ -154,21 +155,26 @@ class Peers:
                 process.stdin.close()  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """Ends all peers, within two seconds."""
+        """Ends all peers, within a few seconds."""
         self.parting()
         self._hang_up()
-        until = time.monotonic() + 2
+        self._wait(2)
         for process in self._running:
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if process.poll() is None:
                 process.kill()
-                process.wait()
+        leave()  # before the last of them is waited for, whose end may wait for this device
+        self._wait(3)
+        for process in self._running:
             with contextlib.suppress(OSError):
                 process.stdout.close()  # type: ignore[union-attr]
         shutil.rmtree(self._folder, ignore_errors=True)
-        leave()
         atexit.unregister(self.close)
+
+
+def _free(world: World | None) -> None:
+    """The world is lost: its device no longer waits. A peer that ends may in turn wait for this device."""
+    if world is not None and world.watch is not None:
+        world.watch.free()
 
 
 def _own_fault(error: BaseException) -> K3Error | None:
@@ -225,6 +231,7 @@ class Launched:
 
     def explain(self, error: BaseException) -> K3Error:
         """Why the world broke: a rank and its cause, as far as they left word."""
+        _free(self.world)
         found = self._blame(error)
         self.close()
         return found

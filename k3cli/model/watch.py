@@ -34,6 +34,13 @@ class Watch:
         """Sums were ended: what the device computes from here on is wrong."""
         Thread(target=self._run, name="k3-watch", daemon=True).start()
 
+    def free(self) -> None:
+        """Ends sums that wait on this device, at once: the ranks are lost."""
+        if not self.aborted:
+            self.aborted = True
+            # In a thread of its own: what it waits for may need the host, too.
+            Thread(target=self._abort, name="k3-abort", daemon=True).start()
+
     def end(self) -> None:
         """The host has come back, or never needed this."""
         self._over.set()
@@ -45,9 +52,7 @@ class Watch:
         began = time.monotonic()
         if self._over.wait(GRACE):
             return
-        self.aborted = True
-        # In a thread of its own: what it waits for may need the host, too.
-        Thread(target=self._abort, name="k3-abort", daemon=True).start()
+        self.free()
         if self._over.wait(LAST - (time.monotonic() - began)):
             return
         sys.stderr.write(f"k3: error: {self._said()}\n")
