@@ -155,6 +155,7 @@ def load_once(folder: Path, ranks: int, device: str) -> None:
     note: Callable[[Any], None] = lambda step: seen.append(step.bytes_done)  # noqa: E731
     began, pids = time.monotonic(), [os.getpid()]
     if ranks == 1:
+        torch.empty(1, device=device)  # as for several ranks, a device is ready before the load is timed
         found = load_model(folder, device=device, dtype="auto", progress=note)
     else:
         names = [device if device == "cpu" else f"cuda:{i}" for i in range(ranks)]
