@@ -26,5 +26,7 @@ def command(
     printer = Printer(json=json)
     report = open_store(load_settings()).export(name, file)
     printer.notice(f"exported session {report.name} to {report.file}: {human_bytes(report.bytes)}")
+    for line in report.notices:
+        printer.notice(line)
     printer.event("exported", **asdict(report))
     printer.done()

@@ -38,14 +38,15 @@ def file_id(name: str) -> str:
 
 @dataclass
 class Need:
-    """Objects a session cannot do without, by use. Values are stored bytes."""
+    """Objects a session keeps, by use; all but the hints it cannot do without. Values are stored bytes."""
 
     pages: dict[str, int] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
+    hints: dict[str, int] = field(default_factory=dict)
     other: dict[str, int] = field(default_factory=dict)
 
     def all(self) -> dict[str, int]:
-        return {**self.pages, **self.checkpoints, **self.other}
+        return {**self.hints, **self.pages, **self.checkpoints, **self.other}
 
 
 class Catalog:
@@ -187,7 +188,7 @@ class Catalog:
             need.pages.update((page.blob.id, page.blob.size) for page in self.pages(branch))
             need.checkpoints.update((blob.id, blob.size) for blob in branch[-1].checkpoint)
             if (hints := self.hints(branch[-1])) is not None:
-                need.checkpoints[hints.id] = hints.size
+                need.hints[hints.id] = hints.size
             need.other.update((turn.id, turn.size) for turn in branch)
         for branch in marked:
             need.other.update((turn.id, turn.size) for turn in branch)
@@ -196,7 +197,8 @@ class Catalog:
     def hints(self, turn: TurnRecord) -> Blob | None:
         """The turn's hints, unless it has none or they are gone, which is no damage."""
         found = turn.hints
-        return None if found is None or self._fs.info(path_of(found.id)) is None else found
+        with os_errors("reading the session store"):
+            return None if found is None or self._fs.info(path_of(found.id)) is None else found
 
     def root_size(self, key: str) -> int:
         found = self._fs.info(path_of(key))

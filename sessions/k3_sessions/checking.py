@@ -48,7 +48,7 @@ class VerifyReport:
 class Findings:
     """What a check saw. `wrong`: path -> what is proven bad there. `unsure`: path -> why nothing could be said, because
     it was written by a newer version or may not be read. `needs`: path -> sessions. `roots`: roots that cannot be read,
-    by id, from the copy in a first turn.
+    by id, from the copy in a first turn. `hints`: paths of hints, of which nothing depends on what is said.
     """
 
     catalog: Catalog
@@ -59,6 +59,7 @@ class Findings:
     jobs: dict[str, tuple[int, Callable[[], object]]] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     roots: dict[str, Root] = field(default_factory=dict)
+    hints: set[str] = field(default_factory=set)
 
     def want(self, key: str, name: str, size: int, job: Callable[[], object]) -> None:
         path = path_of(key)
@@ -154,6 +155,7 @@ def _inspect_boundary(blobs: Blobs, findings: Findings, ref: Ref, root: Root, en
         job = partial(check, blob, Kind.CHECKPOINT, "checkpoint", claims)
         findings.want(blob.id, ref.name, blob.size, job)
     if (hints := catalog.hints(turn)) is not None:
+        findings.hints.add(path_of(hints.id))
         findings.want(hints.id, ref.name, hints.size, partial(read_hints, blobs, hints, seed, turn))
 
 

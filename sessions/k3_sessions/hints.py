@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from k3_sessions import codec
-from k3_sessions.blobs import Blobs, path_of
+from k3_sessions.blobs import Batch, Blobs, path_of
 from k3_sessions.catalog import check_name
-from k3_sessions.errors import BadDraft, Damaged
+from k3_sessions.errors import BadDraft, Damaged, StoreError
 from k3_sessions.identity import identity_digest
 from k3_sessions.objects import PREFIX, SECTION_DTYPES, Blob, Kind, Parts, header_end, pack, parse
 from k3_sessions.records import REPAIR, TurnRecord
@@ -31,8 +31,14 @@ _NAMES = {kind: name for name, kind in SECTION_DTYPES.items()}
 
 
 def taken(source: Any) -> dict[str, Array]:
-    """The hints a state source has, C-contiguous; {} for one that knows of none. Raises BadDraft."""
-    arrays: Mapping[str, Array] = source.hints() if hasattr(source, "hints") else {}
+    """The hints a state source has, C-contiguous; {} for one that knows of none, or has no memory for them.
+
+    Raises BadDraft.
+    """
+    try:
+        arrays: Mapping[str, Array] = source.hints() if hasattr(source, "hints") else {}
+    except MemoryError:
+        return {}
     for name, array in arrays.items():
         check_name(name, "hint")
         if not isinstance(array, np.ndarray) or array.dtype not in _NAMES:
@@ -42,6 +48,27 @@ def taken(source: Any) -> dict[str, Array]:
     if size > HINT_BYTES:
         raise BadDraft(f"{size} bytes of hints", f"at most {HINT_BYTES}")
     return {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+
+
+def put(
+    store: Store, arrays: Mapping[str, Array], seed: bytes, at: tuple[int, str], batch: Batch
+) -> tuple[Blob | None, int, tuple[str, ...]]:
+    """Store hints durably but for `objects/`, which is synced with `batch`; returns the bytes written, and notices.
+
+    A turn does not wait for what it does not need: whatever goes wrong here leaves it without hints.
+    """
+    if not arrays:
+        return None, 0, ()
+    apart = Batch()
+    try:
+        blob, size = store.blobs.put(pack_hints(arrays, seed, at, store.config.zstd_level), apart)
+        apart.folders.discard("objects")
+        store.blobs.settle(apart)
+    except (StoreError, MemoryError) as error:
+        return None, 0, (f"the turn is stored without its hints: {error or 'memory ran out'}",)
+    batch.folders.add("objects")
+    batch.written += apart.written
+    return blob, size, ()
 
 
 def pack_hints(arrays: Mapping[str, Array], seed: bytes, at: tuple[int, str], level: int) -> Parts:

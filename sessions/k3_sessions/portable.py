@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3_sessions import room, upkeep
-from k3_sessions.blobs import TEMP_PREFIX, Batch, is_id
-from k3_sessions.catalog import check_name
+from k3_sessions.blobs import TEMP_PREFIX, Batch, is_id, path_of
+from k3_sessions.catalog import Need, check_name
 from k3_sessions.common import now
 from k3_sessions.errors import BadName, Damaged, SessionExists, StoreError, os_errors
 from k3_sessions.fs import RealFS
+from k3_sessions.objects import Kind
 from k3_sessions.records import Ref, read_ref, seal, unseal
 
 if TYPE_CHECKING:
@@ -37,12 +38,13 @@ LIMIT_HEAD = 1 << 30
 
 @dataclass(frozen=True)
 class ExportReport:
-    """One exported session: the file, its bytes, and how many objects it holds."""
+    """One exported session: the file, its bytes, how many objects it holds, and what was left out, and why."""
 
     name: str
     file: str
     bytes: int
     objects: int
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def export(store: Store, name: str, file: str | os.PathLike[str]) -> ExportRepor
             raise _taken(file)
     temp = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     try:
-        size, count = _write_all(store, name, out, temp, str(file))
+        size, count, notices = _write_all(store, name, out, temp, str(file))
         with os_errors(f"writing {file}"):
             try:
                 out.place(temp, target.name)
@@ -80,15 +82,15 @@ def export(store: Store, name: str, file: str | os.PathLike[str]) -> ExportRepor
         with suppress(OSError):
             out.remove(temp)
         raise
-    return ExportReport(check_name(name), str(target), size, count)
+    return ExportReport(check_name(name), str(target), size, count, notices)
 
 
 def _taken(file: str | os.PathLike[str]) -> BadName:
     return BadName(f"file {file} exists", "a new file name", "choose another, or remove it")
 
 
-def _write_all(store: Store, name: str, out: RealFS, temp: str, file: str) -> tuple[int, int]:
-    """Write and sync the whole content; returns its bytes and the number of objects."""
+def _write_all(store: Store, name: str, out: RealFS, temp: str, file: str) -> tuple[int, int, tuple[str, ...]]:
+    """Write and sync the whole content; returns its bytes, the number of objects, and what was left out."""
     digest = hashlib.sha256()
     total = 0
     with os_errors(f"writing {file}"):
@@ -96,7 +98,9 @@ def _write_all(store: Store, name: str, out: RealFS, temp: str, file: str) -> tu
     try:
         with store.using():
             ref = store.catalog.ref(name)
-            need = store.catalog.need(ref).all()
+            needed = store.catalog.need(ref)
+            notices = _leave_out(store, needed)
+            need = needed.all()
             parts = chain(_head(ref, need), (store.blobs.get(key, need[key]) for key in sorted(need)))
             for part in parts:
                 digest.update(part)
@@ -108,7 +112,19 @@ def _write_all(store: Store, name: str, out: RealFS, temp: str, file: str) -> tu
             out.sync(handle)
     finally:
         out.close(handle)
-    return total + digest.digest_size, len(need)
+    return total + digest.digest_size, len(need), notices
+
+
+def _leave_out(store: Store, need: Need) -> tuple[str, ...]:
+    """Take hints that cannot be read out of `need`: the session is whole without them. What there is to say of it."""
+    notices: list[str] = []
+    for key, size in list(need.hints.items()):
+        try:
+            store.blobs.get(key, size)
+        except StoreError as error:
+            del need.hints[key]
+            notices.append(f"hints were left out: {error}")
+    return tuple(notices)
 
 
 def _head(ref: Ref, need: dict[str, int]) -> tuple[bytes, bytes]:
@@ -208,9 +224,19 @@ def _copy(
 def _check_whole(store: Store, ref: Ref, objects: set[str], file: str) -> None:
     """The session the file describes is complete and consistent with its objects."""
     store.catalog.root(ref.root)
-    missing = set(store.catalog.need(ref).all()) - objects
+    need = store.catalog.need(ref)
+    # Hints may be missing: they were gone, or the version that wrote the file knows of none.
+    missing = {*need.pages, *need.checkpoints, *need.other} - objects
     if missing:
         raise Damaged(f"{file} lacks object {min(missing)[:10]}", do="export the session again", object=file)
+    # What is removed or set aside as one thing must not be another thing to another session.
+    for kind, keys in ((Kind.PAGE, need.pages), (Kind.CHECKPOINT, need.checkpoints), (Kind.HINTS, need.hints)):
+        for key in keys:
+            with suppress(OSError):  # of hints that are not in the file anything may be there
+                if store.fs.read(path_of(key), 10, 2) == kind.to_bytes(2, "little"):
+                    continue
+                if key in objects or hashlib.sha256(store.fs.read(path_of(key))).hexdigest() == key:
+                    raise Damaged(f"{file}: object {key[:10]} is no {kind.name.lower()} object", object=file)
     for entry in ref.keep:
         turn = store.catalog.turn(entry.turn)
         if (turn.position, turn.prefix) != (entry.position, entry.prefix):

@@ -75,10 +75,9 @@ def repair(store: Store, *, dry_run: bool) -> RepairReport:
         if _roots_from_copies(findings, refs):
             look(store, findings, refs)
         broken = sorted(path for path in findings.wrong if path.startswith("refs/"))
-        mended = ("FORMAT",) if store.format_fault and not findings.unsure else ()
-        untouched = {
-            name: what for path, what in sorted(findings.unsure.items()) for name in sorted(findings.needs[path])
-        }
+        unsure = {path: what for path, what in sorted(findings.unsure.items()) if path not in findings.hints}
+        mended = ("FORMAT",) if store.format_fault and not unsure else ()
+        untouched = {name: what for path, what in unsure.items() for name in sorted(findings.needs[path])}
         repaired: list[SessionRepair] = []
         lost: list[str] = []
         survivors: list[Ref] = []

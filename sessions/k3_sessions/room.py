@@ -83,15 +83,19 @@ def short(store: Store, more: int) -> tuple[int, int]:
     return over, max(0, floor(store) + more - store.fs.space().free)
 
 
-def make(store: Store, more: int, name: str) -> tuple[str, ...]:
+def make(store: Store, more: int, name: str, beside: int = 0) -> tuple[tuple[str, ...], bool]:
     """Make sure `more` bytes fit, for a commit of session `name`. Returns sessions whose state gave way.
 
+    beside: bytes on top of them for which nothing gives way; second comes whether they fit, too.
     Raises StoreFull naming both numbers.
     """
     with os_errors("measuring the session store"):
-        over, low = short(store, more)
+        over, low = short(store, more + beside)
+        whole = not over and not low
+        if beside and not whole:
+            over, low = short(store, more)
     if not over and not low:
-        return ()
+        return (), whole
     upkeep.gc(store, dry_run=False)
     evicted: list[str] = []
     over, low = short(store, more)
@@ -110,7 +114,7 @@ def make(store: Store, more: int, name: str) -> tuple[str, ...]:
             f"that much, with {floor(store)} left over",
             "free disk space, or lower the free-space floor",
         )
-    return tuple(evicted)
+    return tuple(evicted), not beside
 
 
 def _evict(store: Store, more: int, name: str) -> list[str]:
@@ -170,7 +174,7 @@ def usage(store: Store) -> Usage:
         need = needs[ref.name]
         path = store.catalog.path(ref.head)
         mla_own, mla_shared = _split(need.pages, holders)
-        kda_own, kda_shared = _split(need.checkpoints, holders)
+        kda_own, kda_shared = _split({**need.checkpoints, **need.hints}, holders)
         sessions.append(
             SessionUsage(
                 ref.name,
@@ -217,7 +221,8 @@ def _trees(store: Store, refs: list[Ref]) -> tuple[TreeUsage, ...]:
         needs = [store.catalog.need(ref) for ref in members]
         parts = [
             sum({key: size for need in needs for key, size in getattr(need, part).items()}.values())
-            for part in ("pages", "checkpoints", "other")
+            for part in ("pages", "checkpoints", "hints", "other")
         ]
-        trees.append(TreeUsage(tree, tuple(ref.name for ref in members), *parts))
+        mla, kda, hints, other = parts
+        trees.append(TreeUsage(tree, tuple(ref.name for ref in members), mla, kda + hints, other))
     return tuple(trees)

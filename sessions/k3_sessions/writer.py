@@ -215,21 +215,20 @@ class SessionWriter:
         raw = (
             new_rows * self._row_bytes()
             + sum(group.raw_bytes for group in groups)
-            + sum(array.nbytes for array in beside.values())
             + 4 * sum(len(w.tokens) for w in waiting)
         )
-        evicted = room.make(store, raw + TURN_OVERHEAD, self.name)
+        weight = sum(array.nbytes for array in beside.values())
+        evicted, fit = room.make(store, raw + TURN_OVERHEAD, self.name, weight)
+        left_out = () if fit or not beside else ("the turn is stored without its hints: there is no room for them",)
 
         with store.using():
             batch = Batch()
             pages, page_bytes, blobs, checkpoint_bytes = self._store_state(
                 source, checkpoint, digest, inherited, exact, position, batch
             )
-            kept: Blob | None = None
-            if beside:
-                parts = hints.pack_hints(beside, self._seed, (position, digest.at(position)), store.config.zstd_level)
-                kept, more = store.blobs.put(parts, batch)
-                checkpoint_bytes += more
+            at = (position, digest.at(position))
+            kept, more, failed = hints.put(store, beside if fit else {}, self._seed, at, batch)
+            checkpoint_bytes += more
             root, _ = store.blobs.put(self._root.pack(), batch)
             store.blobs.settle(batch)
             records = self._store_turns(waiting, digest, parent_pages, pages, blobs, kept, root.id, batch)
@@ -246,7 +245,7 @@ class SessionWriter:
             bytes_checkpoint=checkpoint_bytes,
             seconds=time.perf_counter() - began,
             thinned=thinned,
-            notices=notices,
+            notices=(*left_out, *failed, *notices),
             stored=len(records),
             evicted=evicted,
         )
