@@ -153,7 +153,8 @@ def test_what_a_turn_owes_and_knows_is_owed_and_known_by_the_process_that_goes_o
     then.recall([*kept[:3], *[9.0] * (WINDOW - 1), *kept[3 + WINDOW - 1 :]])
     assert then.costs.measured() == first.policy.costs.measured()
     fresh = Policy(Costs(4), 4)
-    for bad in (kept, [math.nan] * 9, []):
+    whole = fresh.keep()
+    for bad in (kept, [math.nan] * 9, [], [*whole[:2], 0.0, *whole[3:]], [*whole[:-1], -3.0], [-9.0, *whole[1:]]):
         fresh.recall(bad)
         assert fresh._room() == FREE
     one = sum(Clock(0.22, seed=seed, rehearsed=True).turn(25, BAD) for seed in range(40))

@@ -250,7 +250,9 @@ class Policy:
 
     def recall(self, kept: Sequence[float]) -> None:
         """Goes on from what was kept on this machine with the same window; anything else is passed over."""
-        if len(kept) == 3 + 2 * (self.costs.window - 1) and all(map(math.isfinite, kept)):
+        whole = len(kept) == 3 + 2 * (self.costs.window - 1) and all(map(math.isfinite, kept))
+        # An imported session may hold anything; what was won is the one number that may be below zero.
+        if whole and kept[2] >= 1 and all(value >= 0 for value in (kept[0], *kept[3:])):
             self._lost, self._plain = kept[0], 0.0
             self.asking.recall(kept[1:3])
             self.costs.recall(kept[3:])
