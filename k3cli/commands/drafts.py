@@ -45,11 +45,6 @@ class Drafts:
         choice = choose(settings.spec, f"asked for by {source}" if source else "")
         if draft_from and choice.kind in ("off", "dspark"):
             raise UsageError(f"--draft-from with --spec {choice.kind}", "auto, suffix or both, which draft from texts")
-        if choice.model_based and settings.gpus not in (None, "1"):
-            raise UsageError(
-                f"--spec {choice.kind} with {settings.sources['gpus']} {settings.gpus}",
-                "auto, off or suffix: the draft needs whole tables of tokens",
-            )
         if choice.model_based:
             from k3cli.engine.drafting.choose import draft_folder
             from k3cli.model.hub import resolve_model

@@ -104,6 +104,15 @@ def test_two_ranks_go_on_where_one_stopped_and_drafts_change_nothing(model: tupl
     assert answer(drafted) == answer(plain) != ""
 
 
+@pytest.mark.parametrize("spec", ["both", pytest.param("dspark", marks=LONG), pytest.param("auto", marks=LONG)])
+def test_a_draft_model_drafts_for_two_ranks(spec: str):
+    """That no token differs is tests/engine/test_speculation_ranks.py."""
+    events = said("chat", "-m", str(NANO), "--device", "cpu", "--gpus", "2", "--spec", spec, "-p", "hello")
+    (told,) = [event for event in events if event["type"] == "speculation"]
+    assert (told["drafter"], told["failed"]) == ("dspark" if spec == "dspark" else "suffix+dspark", None)
+    assert told["inputs"]["draft_context"] > 50
+
+
 def answering(process: subprocess.Popen[str]) -> None:
     """Waits until a command is in the middle of its answer."""
     assert process.stdout is not None
@@ -194,7 +203,7 @@ def test_refusals_name_what_works(splittable: Path):
     for words, found in (
         (("--gpus", "3"), "3 GPUs; expected a number that divides heads and experts: 1, 2, 4"),
         (("--gpus", "0"), "--gpus is '0'; expected a number of GPUs"),
-        (("--gpus", "2", "--spec", "dspark:" + str(NANO / "dspark")), "--spec dspark with --gpus 2"),
+        (("--gpus", "2", "--spec", "dspark"), "spec is dspark: four has no draft of its own"),
     ):
         process = k3("chat", "-m", str(splittable), "--device", "cpu", "-p", "hello", *words)
         _, err = ended(process)
