@@ -23,7 +23,7 @@ from k3cli.errors import FitError, UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.hub import resolve_model
 from k3cli.model.network import DEFAULT_WINDOW
-from k3cli.model.parallel import held
+from k3cli.model.parallel import check_world, held
 from k3cli.model.peers import launched
 from k3cli.model.placement import choose_device, choose_dtype, prefill_chunk, rank_memory, weights_memory
 from k3cli.model.pool import Geometry, granules_for
@@ -78,6 +78,7 @@ def subject(
     if layers is None:
         folder = resolve_model(settings.model_ref)
         config = ModelConfig.from_dir(folder)
+        check_world(config, world)
 
         def load(kind: torch.dtype, window: int) -> tuple[Any, Callable[[], None]]:
             if world == 1:
@@ -89,6 +90,7 @@ def subject(
         return Subject(folder.resolve().name, config, config, place, world, load)
     folder, whole = configuration(settings.model or "k3")
     part = slice_config(whole, layers)
+    check_world(part, world)
 
     def make(kind: torch.dtype, window: int) -> tuple[Any, Callable[[], None]]:
         if world == 1:
@@ -141,7 +143,7 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     if plan.depths[-1] + room > config.context_limit:
         # The deepest cells use the last tokens that fit.
         plan = dataclasses.replace(plan, depths=(*plan.depths[:-1], config.context_limit - room))
-    planned = planned_peak(config, kind, place, plan.chunk, tell, what.world)
+    planned = planned_peak(config, kind, place, plan, tell, what.world)
     model, end = what.build(kind, window)
     try:
         yield from _measured(ask, what, plan, model, planned, file)
@@ -223,7 +225,7 @@ def _allowed(results: Results, plan: Plan, depth: int) -> Iterator[Row]:
 
 
 def planned_peak(
-    config: ModelConfig, kind: torch.dtype, place: torch.device, chunk: int, tell: Callable[[str], None], world: int = 1
+    config: ModelConfig, kind: torch.dtype, place: torch.device, plan: Plan, tell: Callable[[str], None], world: int = 1
 ) -> int:
     """Bytes that weights, pool and the widest step will take on a rank; FitError before anything is made when they
     don't fit."""
@@ -235,13 +237,22 @@ def planned_peak(
             f"the weights take {weights / 1e9:.1f} GB on {place}, {told} are free", "room", "a lower --slice"
         )
     geometry = Geometry.of(config, 512, kind)
-    pool = granules_for(config, geometry, None if free is None else free - weights, kind, chunk) * geometry.granule
-    need = weights + pool + workspace(config, kind, chunk)
+    pool = granules_for(config, geometry, None if free is None else free - weights, kind, plan.chunk) * geometry.granule
+    work = workspace(config, kind, plan.chunk, context=plan.depths[-1] + plan.prompt)
+    need = weights + pool + work + _libraries(place)
     tell(
         f"plan{'' if world == 1 else ' of each rank'}: weights {weights / 1e9:.2f} GB, state pool {pool / 1e9:.2f} GB, "
         f"peak {need / 1e9:.2f} of {told} free"
     )
     return need
+
+
+def _libraries(place: torch.device) -> int:
+    """Bytes torch sets aside for its library of products, by its defaults: a work space for each stream, that of plain
+    steps and the one they are recorded on."""
+    if place.type != "cuda":
+        return 0
+    return 2 * ((32 << 20) if torch.cuda.get_device_capability(place)[0] >= 9 else (8 << 20) + (128 << 10))
 
 
 def peak(place: torch.device) -> int:
