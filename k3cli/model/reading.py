@@ -22,9 +22,10 @@ BATCH = 32 << 20
 """Bytes a rank reads at a time for itself, and as many to be handed round; less in worlds of more than 16 ranks."""
 HANDED = 512 << 20
 """Most bytes handed round at a time: what a rank may have to send, and to take."""
-BUFFERS = 8
-"""Batches in memory: one on its way to the device, one being hashed, and those that are being read. They hold more than
-a disk has under way at a time, and enough to read on while ranks wait for each other or connect."""
+BUFFERS = 3
+"""Batches in memory: one being read, one being hashed, one on its way to the device."""
+ALONE = 8
+"""The same for one rank alone; its batches are half as large, since nothing is handed round."""
 LANES = 4
 """Files that a rank hashes at a time."""
 
@@ -64,7 +65,7 @@ def batch_bytes(world: int, batch: int = BATCH) -> int:
 def staging_bytes(world: int, batch: int = BATCH) -> tuple[int, int]:
     """Bytes a rank takes while loading: (of host memory for reading ahead, of its device to hand round)."""
     size = batch_bytes(world, batch)
-    return BUFFERS * 2 * size, 0 if world == 1 else 2 * size + 2 * world * size
+    return (ALONE * size, 0) if world == 1 else (BUFFERS * 2 * size, 2 * size + 2 * world * size)
 
 
 def hashers(known: Sequence[bool], world: int) -> dict[int, tuple[int, int]]:

@@ -19,12 +19,12 @@ from torch import Tensor
 from k3cli.errors import ModelError
 from k3cli.model.checkpoint import AGAIN, Shard
 from k3cli.model.digest import stamp
-from k3cli.model.reading import BUFFERS, LANES, Batch, Read
+from k3cli.model.reading import ALONE, BUFFERS, LANES, Batch, Read
 
 REQUEST = 4 << 20
 """Bytes of one read request at most."""
-READERS = 64
-"""Requests on their way at a time. Of each the system has little under way at a time, however large it is."""
+READERS, READERS_ALONE = 16, 64
+"""Requests on their way at a time, of one of several ranks and of one alone."""
 VECTOR = 512
 """Pieces of memory that one request fills at most; systems allow 1,024."""
 ALIGN = 16
@@ -79,12 +79,20 @@ class Staging:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], batches: Iterable[Batch], rank: int, hashed: Iterable[int], *, pin: bool = False
+        self,
+        shards: Sequence[Shard],
+        batches: Iterable[Batch],
+        rank: int,
+        hashed: Iterable[int],
+        *,
+        pin: bool = False,
+        alone: bool = False,
     ) -> None:
         """hashed: numbers of the shards that this rank reads whole and hashes; their headers count as read.
 
-        pin: page-locked memory, for a GPU.
+        pin: page-locked memory, for a GPU. alone: no other rank reads.
         """
+        self._buffers = ALONE if alone else BUFFERS
         self._shards, self._batches, self._rank, self._pin = shards, batches, rank, pin
         self.done = 0
         self.digests: dict[int, tuple[str, bool]] = {}
@@ -95,7 +103,7 @@ class Staging:
             self._hashes[number] = _Hash(hashlib.sha256(shards[number].header))
             self.done += len(shards[number].header)
         self._free: list[Tensor] = []
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="k3-read")
+        self._readers = ThreadPoolExecutor(READERS_ALONE if alone else READERS, thread_name_prefix="k3-read")
         self._hashers = ThreadPoolExecutor(LANES, thread_name_prefix="k3-hash")
 
     def __iter__(self) -> Iterator[Staged]:
@@ -105,7 +113,7 @@ class Staging:
         try:
             more = True
             while more or ahead:
-                while more and len(ahead) + len(behind) < BUFFERS:
+                while more and len(ahead) + len(behind) < self._buffers:
                     batch = next(source, None)
                     if batch is None:
                         more = False
@@ -118,7 +126,7 @@ class Staging:
                     self.done += sum(read.size for read in self._of(work.staged.batch))
                     yield work.staged
                     behind.append(work)
-                while behind and (len(behind) == BUFFERS - 1 or all(job.done() for job in behind[0].hashes)):
+                while behind and (len(behind) == self._buffers - 1 or all(job.done() for job in behind[0].hashes)):
                     self._end(behind.popleft())
             while behind:
                 self._end(behind.popleft())

@@ -121,7 +121,8 @@ def load_model(
             progress(LoadProgress(done, total, now))
 
     mine = [number for number, (who, _) in hashers(known, size).items() if who == rank]
-    staging = Staging(shards, batches(shards, known, slices, rank, size), rank, mine, pin=place.type == "cuda")
+    plan = batches(shards, known, slices, rank, size)
+    staging = Staging(shards, plan, rank, mine, pin=place.type == "cuda", alone=size == 1)
     delivery = Delivery(weights.sinks(), slices, rank, place, None if world is None else WorldRing(world))
 
     def read() -> tuple[int, dict[int, tuple[str, bool]]]:

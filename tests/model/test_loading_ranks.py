@@ -84,7 +84,7 @@ def load(folder: Path, size: int, known: list[bool], batch: int = SMALL) -> tupl
             sink.fill_(255 if sink.dtype == torch.uint8 else torch.nan)
         hashed = [number for number, (who, _) in hashers(known, size).items() if who == rank]
         plan = batches(shards, known, slices, rank, size, batch)
-        ranks.append(Rank(weights.sinks(), Staging(shards, plan, rank, hashed), []))
+        ranks.append(Rank(weights.sinks(), Staging(shards, plan, rank, hashed, alone=size == 1), []))
 
     def run(rank: int) -> None:
         mine = ranks[rank]
