@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -24,6 +25,10 @@ from k3cli.errors import K3Error, UsageError
 SCHEMA = 1
 LIBRARIES = ("torch", "triton", "fla-core")
 SAME_TO_COMPARE = ("model", "config", "dtype", "window", "device", "cache", "chunk")
+NAMES = ("row", "op", "shape", "depth", "tokens", "text", "spec")
+"""What tells rows apart."""
+FIGURES = ("seconds", "spread", "tokens_per_second", "floor_seconds")
+"""What is reckoned with when results are read back."""
 SAME_TO_RESUME = (*SAME_TO_COMPARE, "world", "versions", "commit", "kernels")
 
 Row = dict[str, Any]
@@ -108,7 +113,7 @@ class Results:
                 "equal conditions to go on with it",
                 "give another -o FILE",
             )
-        _drop_cut_line(file)
+        _mend_last_line(file)
         return Results(before, [row for row in rows if "error" not in row], file)
 
     def done(self, **cell: Any) -> Row | None:
@@ -139,11 +144,19 @@ class Results:
             raise K3Error(f"{self.file}: {problem.strerror}", "a file k3 may write", "give another -o FILE") from None
 
 
-def _drop_cut_line(file: Path) -> None:
-    """What a crash left behind the last line's end would spoil the next one."""
+def _mend_last_line(file: Path) -> None:
+    """What a crash left behind the last line's end would spoil the next one: a whole row gets its end, a part goes."""
     content = file.read_bytes()
-    if not content.endswith(b"\n"):
-        os.truncate(file, content.rfind(b"\n") + 1)
+    if content.endswith(b"\n"):
+        return
+    begin = content.rfind(b"\n") + 1
+    try:
+        json.loads(content[begin:])
+    except ValueError:
+        os.truncate(file, begin)
+    else:
+        with file.open("ab") as out:
+            out.write(b"\n")
 
 
 def read(file: Path) -> tuple[Row, list[Row]]:
@@ -168,12 +181,21 @@ def _parsed(lines: Sequence[str], file: Path) -> Iterator[Row]:
             raise UsageError(f"{file} line {number} is no JSON", "results that `k3 bench -o` wrote") from None
         if not isinstance(row, dict):
             raise UsageError(f"{file} line {number} is no object", "results that `k3 bench -o` wrote")
+        for key in (*NAMES, *FIGURES):
+            if key in row and not _possible(key, row[key]):
+                raise UsageError(f"{file} line {number} has {key} {row[key]!r}", "results that `k3 bench -o` wrote")
         yield row
+
+
+def _possible(key: str, value: Any) -> bool:
+    if key in NAMES:
+        return isinstance(value, str | int)
+    return isinstance(value, int | float) and math.isfinite(value) and (value > 0 or (value == 0 and key != "seconds"))
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two rows must share to be compared."""
-    return tuple(row.get(key) for key in ("row", "op", "shape", "depth", "tokens", "text", "spec"))
+    return tuple(row.get(key) for key in NAMES)
 
 
 def compare(first: Path, second: Path) -> list[Row]:
@@ -196,7 +218,7 @@ def compare(first: Path, second: Path) -> list[Row]:
         ratio = other["seconds"] / row["seconds"]
         noise = max(row.get("spread", 0.0) / row["seconds"], other.get("spread", 0.0) / other["seconds"])
         found.append(
-            {**{k: row[k] for k in ("row", "op", "shape", "depth", "tokens", "text", "spec") if k in row}}
+            {**{k: row[k] for k in NAMES if k in row}}
             | {"seconds": [row["seconds"], other["seconds"]], "ratio": ratio, "within_noise": abs(ratio - 1) <= noise}
         )
     return found

@@ -140,9 +140,11 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
         cold=ask.cold,
     )
     room = max(tokens, max(plan.windows) * (plan.steps + 3))
-    if plan.depths[-1] + room > config.context_limit:
-        # The deepest cells use the last tokens that fit.
-        plan = dataclasses.replace(plan, depths=(*plan.depths[:-1], config.context_limit - room))
+    deepest = config.context_limit - room
+    if deepest < 0:
+        raise UsageError(f"a prompt of {room:,} tokens", f"at most the model's limit of {config.context_limit:,}")
+    # The deepest cells use the last tokens that fit.
+    plan = dataclasses.replace(plan, depths=tuple(sorted({min(depth, deepest) for depth in plan.depths})))
     planned = planned_peak(config, kind, place, plan, tell, what.world)
     model, end = what.build(kind, window)
     try:

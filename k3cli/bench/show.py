@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,10 +73,20 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
-def can_plot() -> None:
-    """K3Error without matplotlib: better told before hours of measuring than behind them."""
+def can_plot(file: Path) -> None:
+    """K3Error without matplotlib or a place for the picture: better told before hours of measuring than behind them."""
     if importlib.util.find_spec("matplotlib") is None:
         raise K3Error("matplotlib is not installed", "it for a picture", "pip install 'k3cli[bench]'")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if file.suffix[1:].lower() not in kinds:
+        raise K3Error(f"{file} can have no picture", f"a picture file that ends in .{', .'.join(sorted(kinds))}")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise K3Error(f"{file} cannot be written", "a picture file k3 may write", "give another FILE.png")
+
+
+NEEDED = {"depth", "tokens", "tokens_per_second"}
 
 
 def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float]]]:
@@ -85,7 +96,7 @@ def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float]]]:
         points = sorted(
             (row["depth"], row["tokens_per_second"], row["tokens"] / row["floor_seconds"])
             for row in rows
-            if row["row"] == kind and "seconds" in row
+            if row.get("row") == kind and "seconds" in row and row.get("floor_seconds") and row.keys() >= NEEDED
         )
         if points:
             found[kind] = points
@@ -97,7 +108,7 @@ def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float]]]:
 def plot(run: Row, rows: Sequence[Row], file: Path) -> None:
     """Decode and prefill speed against depth, with the speed the floor allows. K3Error without matplotlib."""
     drawn = series(rows)
-    can_plot()
+    can_plot(file)
     import matplotlib
 
     matplotlib.use("Agg")

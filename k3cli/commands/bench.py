@@ -94,7 +94,7 @@ def command(
 
         if kernels:
             raise UsageError("--plot with --kernels", "a ladder to draw")
-        can_plot()
+        can_plot(plot)
     if ops is not None and not kernels:
         raise UsageError("--ops without --kernels", "both")
     if context is not None and depths is not None:

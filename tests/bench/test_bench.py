@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 from k3cli.bench import record, show, spec
 from k3cli.bench.floors import Work, parts, total, touched
 from k3cli.bench.record import Results
+from k3cli.bench.run import Ask, climb, subject
 from k3cli.bench.shares import counts, derive
 from k3cli.bench.slice import random_model, slice_config
-from k3cli.config import K3_SHAPE, NANO
+from k3cli.commands.plan import configuration
+from k3cli.config import K3_SHAPE, NANO, Settings
 from k3cli.errors import K3Error, UsageError
 from k3cli.main import main
 from k3cli.model.config import ModelConfig
@@ -119,12 +121,33 @@ def test_rows_of_a_cut_file_stay_readable_when_it_is_gone_on_with(tmp_path: Path
     assert [row["depth"] for row in record.read(file)[1]] == [0, 9]
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_file_that_was_cut_between_a_row_and_its_end_loses_nothing(tmp_path: Path, rows: int):
+    file = tmp_path / "r.jsonl"
+    first = Results.open(run_row(), file)
+    for depth in range(rows):
+        first.add({"row": "decode", "depth": depth, "tokens": 1, "seconds": 1.0})
+    file.write_bytes(file.read_bytes()[:-1])
+    again = Results.open(run_row(), file)
+    assert len(again.rows) == rows
+    again.add({"row": "decode", "depth": 9, "tokens": 1, "seconds": 2.0})
+    assert [row["depth"] for row in record.read(file)[1]] == [*range(rows), 9]
+
+
 @pytest.mark.parametrize("key", ["model", "dtype", "window", "commit"])
 def test_other_conditions_are_another_file(tmp_path: Path, key: str):
     file = tmp_path / "r.jsonl"
     Results.open(run_row(), file)
     with pytest.raises(UsageError, match=f"holds a run with {key}"):
         Results.open(run_row(**{key: "other"}), file)
+
+
+@pytest.mark.parametrize("row", [{"row": "decode", "seconds": 0}, {"seconds": None}, {"row": [1]}, {"spread": "x"}])
+def test_figures_that_cannot_be_are_refused(tmp_path: Path, row: dict[str, Any]):
+    results(tmp_path / "a", 1.0)
+    Results.open(run_row(), tmp_path / "b").add({"row": "decode", "depth": 0, "tokens": 1, "seconds": 1.0} | row)
+    with pytest.raises(UsageError, match="line 2 has"):
+        record.compare(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "[1]\n{}\n", "nonsense\n{}\n", '{"row": "decode"}\n'])
@@ -351,6 +374,48 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     assert err.count("\n") == 1
     assert "matplotlib" in err
     assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["", "p.poem", "p", "missing/p.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(
+    bench: Callable[..., tuple[int, str, str]], tmp_path: Path, name: str
+):
+    pytest.importorskip("matplotlib")
+    code, _, err = bench("--depths", "0", "--plot", str(tmp_path / name), "-o", str(tmp_path / "r.jsonl"))
+    assert code == 1
+    assert "picture file" in err
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--gpus", "3"), "3 GPUs; expected a number that divides heads and experts"),
+        (("--gpus", "3", "--slice", "1"), "3 GPUs; expected a number that divides heads and experts"),
+        (("--prompt-tokens", "200k"), "a prompt of 204,800 tokens; expected at most the model's limit of 131,072"),
+    ],
+)
+def test_what_the_model_cannot_have_is_refused(
+    bench: Callable[..., tuple[int, str, str]], words: tuple[str, ...], found: str
+):
+    code, _, err = bench("--device", "cpu", "--depths", "0", *words)
+    assert code == 2
+    assert found in err
+
+
+def test_depths_beyond_the_last_tokens_become_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    depths: list[int] = []
+
+    def stop(self: Any, model: Any, config: Any, plan: Any, limits: Any) -> None:
+        depths.extend(plan.depths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("k3cli.bench.ladder.Ladder.__init__", stop)
+    monkeypatch.setattr("k3cli.bench.run.ceilings", lambda *_: (1.0, 1.0))
+    ask = Ask(Settings(tmp_path, device="cpu"), None, None, (5, 130_900, 131_072), 512, True, False)
+    with pytest.raises(KeyboardInterrupt):
+        list(climb(ask, subject(ask.settings, None, configuration), None, lambda line: None))
+    assert depths == [5, 131_072 - 512]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a CUDA device")
