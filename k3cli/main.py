@@ -144,6 +144,8 @@ def _peer(rank: int, size: int) -> int:
 
     try:
         return run_launched(rank, size)
+    except EndRun as stop:
+        return stop.exit
     except K3Error as problem:
         return _fail(problem, problem.exit_code, False)
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
@@ -56,8 +56,8 @@ NCCL = {
 }
 """Environment of NCCL, set before its first group is made."""
 stuck = False
-"""Connections of this process could not be closed: a device of it waits for ranks that are gone. It should end by
-`os._exit`, past the end of the driver, which would wait, too."""
+"""Connections of this process could not be closed: a device of it waits for ranks that are gone, or a thread for those
+that never came. It should end by `os._exit`, past the end of the driver, which would wait, too."""
 met = False
 """Whether this process has gone to meet others that another program started."""
 _current: World | None = None
@@ -259,6 +259,32 @@ def _raised(rank: int, kind: str, found: str, expected: str | None, do: str | No
     return made
 
 
+def _interruptible(call: Callable[[], Result]) -> Result:
+    """What a call gives that waits inside a library: in a thread of its own, so that a signal ends the wait."""
+    global stuck
+    found: list[Result] = []
+    failed: list[BaseException] = []
+    ended = Event()
+
+    def work() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            ended.set()
+
+    Thread(target=work, name="k3-join", daemon=True).start()
+    try:
+        ended.wait()
+    except BaseException:
+        stuck = True  # the thread still waits for the others
+        raise
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
 def join(rank: int, size: int, device: torch.device, store: Any = None, seconds: float = COLLECTIVE) -> World:
     """Meets the other ranks: through `store`, or as the environment says (torchrun). K3Error when they don't come."""
     global _current, met
@@ -271,13 +297,17 @@ def join(rank: int, size: int, device: torch.device, store: Any = None, seconds:
         if store is not None and sys.platform == "linux":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(device)
+    patience = timedelta(seconds=JOINING)
     try:
-        patience = timedelta(seconds=JOINING)
-        place = next(iter(rendezvous("env://", rank, size, timeout=patience)))[0] if store is None else store
         if store is None:
+            place = _interruptible(lambda: next(iter(rendezvous("env://", rank, size, timeout=patience)))[0])
             met = True
-            begin(place, rank)
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience, store=place)
+            _interruptible(lambda: begin(place, rank))
+        else:
+            place = store
+        _interruptible(
+            lambda: dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience, store=place)
+        )
         _current = World(rank, size, device, seconds)
         if store is None:
             _current.pulse = Pulse(place, rank, size)

@@ -199,6 +199,30 @@ def test_a_lost_rank_that_another_program_started_is_named(model: tuple[str, ...
     assert line.startswith("k3: error: rank 1 is gone or stopped; expected every rank to stay; start the command again")
 
 
+@pytest.mark.parametrize("number", ["0", "1"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_ranks_that_do_not_come(number: str, how: signal.Signals):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        if number == "1":
+            free.listen()
+        else:
+            free.close()
+        process = k3("chat", "-m", str(NANO), "--device", "cpu", "-p", "hello", rank=(number, str(port)))
+        until = time.monotonic() + 60
+        if number == "1":  # it has come to the meeting point, where nobody answers
+            free.settimeout(60)
+            free.accept()
+        else:
+            while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
+                time.sleep(0.1)
+        time.sleep(0.5)
+        process.send_signal(how)
+        ended(process, 10)
+    assert process.returncode == (130 if how == signal.SIGINT else 143)
+
+
 def test_refusals_name_what_works(splittable: Path):
     for words, found in (
         (("--gpus", "3"), "3 GPUs; expected a number that divides heads and experts: 1, 2, 4"),
