@@ -251,6 +251,19 @@ def gated_definition(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Ten
     return x64 / (x64.square().mean(-1, keepdim=True) + eps).sqrt() * _double(weight) / (1 + (-_double(gate)).exp())
 
 
+def rows_inputs(T: int, dtype: torch.dtype, random: torch.Generator) -> Inputs:
+    """Ids before, in and behind a part of 9 rows that begins with id 7."""
+    return torch.randint(0, 24, (T,), generator=random), torch.randn(9, 20, generator=random).to(dtype), 7
+
+
+def rows_definition(ids: Tensor, table: Tensor, first: int) -> Tensor:
+    found = torch.zeros(len(ids), table.shape[1], dtype=table.dtype, device=table.device)
+    for at, row in enumerate(ids.tolist()):
+        if 0 <= row - first < len(table):
+            found[at] = table[row - first]
+    return found
+
+
 def parts_inputs(T: int, dtype: torch.dtype, random: torch.Generator) -> Inputs:
     return (torch.randn((3, T, 23), generator=random).to(dtype),)
 
@@ -302,4 +315,5 @@ OPS: tuple[Op, ...] = (
     Op("attnres.mix_norm", attnres.mix_norm, mix_definition, mix_inputs, {**BOTH, torch.bfloat16: 1e-2}, SUMS),
     Op("norm.gated_rms_norm", norm.gated_rms_norm, gated_definition, gated_inputs, BOTH, SUMS),
     Op("ranks.add", ranks.add, parts_definition, parts_inputs, BOTH, "bf16 rounds the result once"),
+    Op("ranks.embed", ranks.embed, rows_definition, rows_inputs, dict.fromkeys(BOTH, 0.0), "copies"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from k3_kernels import ranks
-from k3_kernels.ranks import add_triton, reference
+from k3_kernels.ranks import add_triton, embed_triton, reference
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,3 +52,17 @@ def test_two_parts_are_one_addition_rounded_once(dtype: torch.dtype):
     want = (parts[0].double() + parts[1].double()).float().to(dtype)
     assert torch.equal(ranks.add(parts), want)
     assert torch.equal(reference.add(parts), want)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 5), (9, 1030)])
+def test_rows_of_a_part_of_an_embedding(dtype: torch.dtype, count: int, width: int):
+    """Ids before and behind the part, its first and its last."""
+    table = torch.randn(7, width).to(DEVICE, dtype)
+    ids = torch.tensor([13, 0, 20, 14, 19, 40, 12, 21, 7], device=DEVICE)[:count]
+    want = torch.zeros(count, width).to(DEVICE, dtype)
+    for at, i in enumerate(ids.tolist()):
+        if 14 <= i < 21:
+            want[at] = table[i - 14]
+    assert torch.equal(embed_triton.embed(ids, table, 14), want)
+    assert torch.equal(ranks.embed(ids, table, 14), want)
