@@ -8,7 +8,7 @@ depend on how many rows are drawn together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -150,11 +150,14 @@ def scores(logits: Tensor, position: int, sampling: Sampling) -> Tensor:
     return row if mask is None else row.masked_fill(~mask, -math.inf)
 
 
-def draw(logits: Tensor, positions: Sequence[int], sampling: Sampling) -> list[int]:
+def draw(
+    logits: Tensor, positions: Sequence[int], sampling: Sampling, ready: Callable[[], None] | None = None
+) -> list[int]:
     """The ids drawn from rows of logits.
 
     logits: [n, V]. positions: n absolute positions, the index each drawn id will have in the token list.
     Row i depends on logits[i], positions[i] and `sampling` alone. One transfer from the device, whatever n.
+    ready: waits for the device; called when all is launched, before anything is looked at.
     Raises K3Error when the logits are not finite.
     """
     if logits.shape[0] != len(positions):
@@ -165,7 +168,11 @@ def draw(logits: Tensor, positions: Sequence[int], sampling: Sampling) -> list[i
         torch.argmax(scores(row, position, sampling)) for row, position in zip(logits.unbind(0), positions, strict=True)
     ]
     finite = torch.isfinite(logits).all(-1)
-    found: list[list[int]] = torch.stack((torch.stack(drawn), finite.long())).tolist()
+    both = torch.stack((torch.stack(drawn), finite.long()))
+    if ready is not None:
+        both = both.to("cpu", non_blocking=True)
+        ready()
+    found: list[list[int]] = both.tolist()
     for position, fine in zip(positions, found[1], strict=True):
         if not fine:
             raise K3Error(

@@ -235,7 +235,9 @@ class Timeline:
         self._usable()
         self._torn = f"a decode step at position {self.position} was interrupted"
         began = time.perf_counter()
-        logits, log = self.model.verify(torch.tensor(ids, dtype=torch.long), self._state)
+        # Over ranks a step can be begun without waiting for it: `_draw` waits, with its own work behind it.
+        verify = getattr(self.model, "begin", self.model.verify)
+        logits, log = verify(torch.tensor(ids, dtype=torch.long), self._state)
         self._torn = ""
         return Window(ids, self.position, logits, log, draft_seconds, time.perf_counter() - began)
 
@@ -244,7 +246,8 @@ class Timeline:
         is what waits for the logits."""
         assert self._logits is not None
         began = time.perf_counter()
-        token = draw(self._logits.unsqueeze(0), [len(self.tokens)], sampling)[0]
+        ready = getattr(self.model, "ready", None)
+        token = draw(self._logits.unsqueeze(0), [len(self.tokens)], sampling, ready)[0]
         seconds = time.perf_counter() - began
         if self._window is not None and self._window.used == 1:
             self._window.seconds += seconds

@@ -47,11 +47,12 @@ class MirrorModel:
         self._explain = explain
         self._lock = Lock()
         if world.watch is not None:
-            world.watch.busy = self._lock.locked
+            world.watch.busy = lambda: self._lock.locked() or self._under_way
         self._numbers = itertools.count(1)
         self._dropped: deque[int] = deque()
         self._committed = NOTHING
         self._broken: K3Error | None = None
+        self._under_way = False
 
     def state_layout(self) -> StateLayout:
         """The whole model's, as the store keeps it."""
@@ -104,9 +105,29 @@ class MirrorModel:
     def verify(self, ids: Tensor, state: MirrorState) -> tuple[Tensor, MirrorLog]:
         """See `K3Model.verify`."""
         assert 1 <= ids.numel() <= self.window, (ids.numel(), self.window)
+        found = self.begin(ids, state)
+        self.ready()
+        return found
+
+    def begin(self, ids: Tensor, state: MirrorState) -> tuple[Tensor, MirrorLog]:
+        """`verify` that doesn't wait: what it returns is being computed, and must not be read on the host before
+        `ready`, where a rank that is lost would be waited for without end. Device work with it may be launched."""
         number = next(self._numbers)
-        logits, log = self.call(Call(Op.VERIFY, state.number, number, ids=ids))
+        logits, log = self.call(Call(Op.VERIFY, state.number, number, ids=ids), wait=False)
         return logits, MirrorLog(self, number, log)
+
+    def ready(self) -> None:
+        """Waits for what was begun, and for whatever was launched behind it. K3Error when a rank was lost."""
+        if self._under_way:
+            with self._lock:
+                self._check()
+                try:
+                    self._settle()
+                except RuntimeError as error:
+                    raise self._break(error) from error
+                except BaseException as error:
+                    self._break(error)
+                    raise
 
     def commit(self, state: MirrorState, log: MirrorLog, n: int) -> None:
         """See `K3Model.commit`. The other ranks follow at the next call, where that changes nothing for anybody."""
@@ -145,8 +166,8 @@ class MirrorModel:
         """A fork of a state."""
         return self._state(lambda number: Call(Op.FORK, state.number, number))
 
-    def call(self, call: Call, restored: RestoredState | None = None) -> Any:
-        """Makes a call on every rank, and returns what rank 0 has of it."""
+    def call(self, call: Call, restored: RestoredState | None = None, wait: bool = True) -> Any:
+        """Makes a call on every rank, and returns what rank 0 has of it. wait: until it is computed."""
         refusal: K3Error | StoreError
         with self._lock:
             self._check()
@@ -156,22 +177,33 @@ class MirrorModel:
             call = Call(call.op, call.a, call.b, call.n, ids, self._committed, gone)
             self._committed = NOTHING
             try:
+                self._settle()
                 replica.drop(gone)
                 call.send(self.world, replica.refused, pool.free)
+                self._under_way = True
                 found = replica.run(call, restored)
-                self.world.settled()
+                if wait:
+                    self._settle()
                 return found
             except (K3Error, StoreError) as error:
                 # Without its frames, which would keep states alive here that other ranks let go of.
                 refusal = error.with_traceback(None)
                 replica.refused += 1
             except RuntimeError as error:
-                self._broken = self._explain(error)
-                raise self._broken from error
+                raise self._break(error) from error
             except BaseException as error:
-                self._broken = self._explain(error)
+                self._break(error)
                 raise
         raise refusal
+
+    def _settle(self) -> None:
+        if self._under_way:
+            self._under_way = False
+            self.world.settled()
+
+    def _break(self, error: BaseException) -> K3Error:
+        self._broken = self._explain(error)
+        return self._broken
 
     def _check(self) -> None:
         if self._broken is not None:

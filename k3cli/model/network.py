@@ -8,13 +8,13 @@ alone or verified behind others. Attention sums over the pages up to the row's o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from k3_kernels import attnres, moe
+from k3_kernels import attnres, moe, ranks
 from k3_kernels.activation import Activation, Situ, Swiglu
 from k3_kernels.kda import StepWeights
 from k3_kernels.norm import rms_norm
@@ -36,6 +36,9 @@ DEFAULT_WINDOW = 8
 SERIAL_WEIGHTS = 128 << 20
 """On a CPU, a model with fewer bytes of weights decodes on one thread: waking a second one for each of the small
 products costs more than it saves, and much more when other programs use the cores."""
+
+ROUTE, SHARED = 0, 1
+"""What runs beside a step's main row of kernels: the router, and the shared experts."""
 
 
 class K3Model:
@@ -253,9 +256,7 @@ class K3Model:
         table = self.weights.embed
         if self._world is None:
             return F.embedding(ids, table)
-        local = ids - self.weights.first
-        row = local.remainder(table.shape[0])
-        return self._sum(F.embedding(row, table).masked_fill_((row != local).unsqueeze(-1), 0))
+        return self._sum(ranks.embed(ids, table, self.weights.first))
 
     def _sum(self, part: Tensor) -> Tensor:
         """The sum of every rank's part."""
@@ -355,50 +356,56 @@ class K3Model:
     def _moe(self, w: MoeWeights, x: Tensor, now: Pass) -> Tensor:
         cfg = self.config.moe
         assert cfg is not None
-        ids, weights = moe.route(
-            x,
-            w.gate,
-            w.bias,
-            top_k=cfg.top_k,
-            groups=cfg.groups,
-            top_groups=cfg.top_groups,
-            renormalize=cfg.renormalize,
-            scale=cfg.scale,
-        )
-        z, shared = x, None
-        if w.proj is not None:
-            projected = F.linear(x, w.proj)
-            inner = cfg.latent or 0
-            z = projected[:, :inner] if inner else x
-            shared = projected[:, inner:]
+        with _beside(now, ROUTE):
+            ids, weights = moe.route(
+                x,
+                w.gate,
+                w.bias,
+                top_k=cfg.top_k,
+                groups=cfg.groups,
+                top_groups=cfg.top_groups,
+                renormalize=cfg.renormalize,
+                scale=cfg.scale,
+            )
+        inner = cfg.latent or 0
+        projected = x if w.proj is None else F.linear(x, w.proj)
+        z = projected[:, :inner] if inner else x
+        shared = None
+        if now.aside is not None:
+            with now.aside.run(SHARED):
+                shared = self._shared(w, projected[:, inner:])
+        _join(now, ROUTE)
         if w.places is not None:
             ids = w.places[ids]
             weights = weights * (ids < len(w.owned))  # experts of zeros: several of a row may be the same one
         routed = now.experts(z, ids, weights, w.experts, self.act)
+        _join(now, SHARED)
+        if now.aside is None:
+            shared = self._shared(w, projected[:, inner:])
         if self._world is not None:
-            routed, shared = self._sum_experts(w, routed, shared)
+            routed, shared = self._world.sum_both(routed, shared) if shared is not None else (self._sum(routed), None)
         if w.latent_norm is not None:
             routed = rms_norm(routed, w.latent_norm, self.config.norm_eps)
-        if w.latent_up is not None:
-            routed = F.linear(routed, w.latent_up)
-        if shared is not None and w.shared_down is not None:
-            if self._world is not None:
-                return routed + shared
-            gate, up = shared.chunk(2, dim=-1)
-            routed.addmm_(self.act(gate, up), w.shared_down.t())
-        return routed
+        if w.latent_up is None:
+            return routed if shared is None else shared + routed
+        return F.linear(routed, w.latent_up) if shared is None else shared.addmm_(routed, w.latent_up.t())
 
-    def _sum_experts(self, w: MoeWeights, routed: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Over all ranks, in one sum: the routed latent and, where there is one, what the shared MLP puts out."""
-        if shared is None or w.shared_down is None:
-            return self._sum(routed), None
-        gate, up = shared.chunk(2, dim=-1)
-        T, inner, D = *routed.shape, w.shared_down.shape[0]
-        both = routed.new_empty(T * (inner + D))
-        both[: T * inner].view(T, inner).copy_(routed)
-        torch.mm(self.act(gate, up), w.shared_down.t(), out=both[T * inner :].view(T, D))
-        both = self._sum(both)
-        return both[: T * inner].view(T, inner), both[T * inner :].view(T, D)
+    def _shared(self, w: MoeWeights, x: Tensor) -> Tensor | None:
+        """What the shared experts put out [T, D] of x [T, gate | up], if there are any."""
+        if w.shared_down is None:
+            return None
+        gate, up = x.chunk(2, dim=-1)
+        return F.linear(self.act(gate, up), w.shared_down)
+
+
+def _beside(now: Pass, number: int) -> AbstractContextManager[None]:
+    """What is launched inside may run beside what is launched behind it, until `_join`."""
+    return nullcontext() if now.aside is None else now.aside.run(number)
+
+
+def _join(now: Pass, number: int) -> None:
+    if now.aside is not None:
+        now.aside.join(number)
 
 
 @contextmanager

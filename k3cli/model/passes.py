@@ -15,12 +15,18 @@ from k3_kernels.kda import StepLog, StepWeights
 from k3_kernels.norm import gated_rms_norm
 from torch import Tensor
 
+from k3cli.model.aside import Aside
 from k3cli.model.blocks import KdaWeights, MlaWeights
 from k3cli.model.pool import Pool
 
 
 class Pass(Protocol):
-    """`layer` counts the layers of one kind. Rows [T, ...] are those of a chunk, or the W slots of a window."""
+    """`layer` counts the layers of one kind. Rows [T, ...] are those of a chunk, or the W slots of a window.
+
+    aside: for what may run beside the main row of kernels; None where nothing does.
+    """
+
+    aside: Aside | None
 
     def kda(self, layer: int, w: KdaWeights, qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor) -> Tensor:
         """qkv [T, 3 H K] before the convolution, f [T, H, K], b [T, H], gate [T, H, K] -> normed, gated [T, H K]."""
@@ -47,6 +53,7 @@ class Chunk:
     target: int
     lower_bound: float | None
     eps: float
+    aside: Aside | None = None
 
     def kda(self, layer: int, w: KdaWeights, qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor) -> Tensor:
         y, window = conv.short_conv(qkv, self.pool.conv[self.source, layer], w.conv)
@@ -89,6 +96,7 @@ class Window:
     cursor: Tensor
     layers: list[KdaLayer]
     n: int
+    aside: Aside | None = None
 
     def kda(self, layer: int, w: KdaWeights, qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor) -> Tensor:
         return kda.step(qkv, f, b, gate, *self.layers[layer], self.cursor, self.n)

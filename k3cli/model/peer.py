@@ -1,6 +1,7 @@
 """A process that is rank 1 or higher: loads its part of the model, then does what rank 0 calls for.
 
-`python -m k3cli.model.peer RANK SIZE DEVICE STORE SECONDS PARENT` when rank 0 starts it; `run_launched` under torchrun.
+`python -m k3cli.model.peer RANK SIZE DEVICE STORE SECONDS PARENT LINE` when rank 0 starts it, LINE being the number of
+an open socket; `run_launched` under torchrun.
 Writes "ready", and if it fails one JSON line that says why; ends when rank 0 does.
 """
 
@@ -10,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +41,7 @@ class Job:
 
 
 def main() -> int:
-    rank, size, device, store, seconds, parent = sys.argv[1:]
+    rank, size, device, store, seconds, parent, line = sys.argv[1:]
     _end_with_parent(int(parent))
     import torch
     import torch.distributed as dist
@@ -48,7 +50,8 @@ def main() -> int:
 
     print("ready", flush=True)
     try:
-        world = join(int(rank), int(size), torch.device(device), dist.FileStore(store, int(size)), float(seconds))
+        meeting, ends = dist.FileStore(store, int(size)), [socket.socket(fileno=int(line))]
+        world = join(int(rank), int(size), torch.device(device), meeting, float(seconds), ends)
         world.all(0)
         return _work(world)
     except BaseException as error:

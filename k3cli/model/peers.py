@@ -12,6 +12,7 @@ import json
 import os
 import selectors
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ class Peers:
         self._folder = Path(tempfile.mkdtemp(prefix="k3-ranks-"))
         self._running: list[subprocess.Popen[bytes]] = []
         self._stopped: dict[int, float] = {}
+        self._lines: list[socket.socket] = []
         self.parting: Callable[[], None] = lambda: None
         """What has to be done before connections are closed."""
         atexit.register(self.close)
@@ -57,7 +59,7 @@ class Peers:
                 if self._line(rank, JOINING) != "ready":
                     raise self.explain(RuntimeError("did not start"))
             store = dist.FileStore(str(meeting), self.size)
-            self.world = join(0, self.size, torch.device(devices[0]), store, seconds)
+            self.world = join(0, self.size, torch.device(devices[0]), store, seconds, self._lines)
             self.world.guard(self._lost, lambda: str(self._blame(self._codes(), RuntimeError())))
             self.world.lost = self._any_ended
             self.world.all(0)
@@ -70,15 +72,19 @@ class Peers:
     def _start(self, rank: int, device: str, meeting: Path) -> subprocess.Popen[bytes]:
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
         place = [str(rank), str(self.size), device, str(meeting), str(self._seconds), str(os.getpid())]
-        return subprocess.Popen(
-            # -P: the folder the user is in has no say in what is imported.
-            [sys.executable, "-P", "-m", "k3cli.model.peer", *place],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if os.environ.get("K3_DEBUG", "0") not in ("", "0") else subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is rank 0's, who stops all ranks at the same token
-        )
+        mine, theirs = socket.socketpair()
+        self._lines.append(mine)
+        with theirs:
+            return subprocess.Popen(
+                # -P: the folder the user is in has no say in what is imported.
+                [sys.executable, "-P", "-m", "k3cli.model.peer", *place, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if os.environ.get("K3_DEBUG", "0") not in ("", "0") else subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is rank 0's, who stops all ranks at the same token
+            )
 
     def pids(self) -> list[int]:
         """Process ids of ranks 1, 2, ..."""
@@ -149,7 +155,9 @@ class Peers:
             time.sleep(0.05)
 
     def _hang_up(self) -> None:
-        """Closes the pipes to the peers: they end."""
+        """Closes the pipes and lines to the peers: they end."""
+        for end in self._lines:
+            end.close()
         for process in self._running:
             with contextlib.suppress(OSError):
                 process.stdin.close()  # type: ignore[union-attr]

@@ -55,8 +55,8 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """One call. ids: token ids, int64 [T]. What comes before it: committed, a (state, log, rows) or zeros, and dropped,
-    states and logs let go of."""
+    """One call. ids: token ids, int64 [T] on the host. What comes before it: committed, a (state, log, rows) or zeros,
+    and dropped, states and logs let go of."""
 
     op: Op
     a: int = 0
@@ -70,19 +70,17 @@ class Call:
         dropped, ids = len(self.dropped), self.ids.numel()
         head = [self.op, self.a, self.b, self.n, *self.committed, dropped, ids, refused, free]
         if dropped + ids <= INLINE:
-            rest = [*self.dropped, *self.ids.tolist()]
-            world.tell(torch.tensor(head + rest + [0] * (INLINE - len(rest)), dtype=torch.int64))
+            world.post([*head, *self.dropped, *self.ids.tolist(), *[0] * (INLINE - dropped - ids)])
             return
-        world.tell(torch.tensor(head + [0] * INLINE, dtype=torch.int64))
+        world.post(head + [0] * INLINE)
         world.tell(torch.cat((torch.tensor(self.dropped, dtype=torch.int64), self.ids)))
 
     @staticmethod
     def receive(world: World) -> tuple[Call, int, int]:
         """(call, calls refused so far, granules free) as rank 0 has them."""
-        header = torch.empty(HEAD + INLINE, dtype=torch.int64)
-        world.tell(header)
-        op, a, b, n, state, log, rows, dropped, ids, refused, free = header[:HEAD].tolist()
-        numbers = header[HEAD : HEAD + dropped + ids]
+        header = world.fetch(HEAD + INLINE)
+        op, a, b, n, state, log, rows, dropped, ids, refused, free = header[:HEAD]
+        numbers = torch.tensor(header[HEAD : HEAD + dropped + ids], dtype=torch.int64)
         if dropped + ids > INLINE:
             numbers = torch.empty(dropped + ids, dtype=torch.int64)
             world.tell(numbers)

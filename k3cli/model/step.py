@@ -18,6 +18,7 @@ from k3_kernels import kda
 from k3_kernels.kda import StepLog, StepWeights
 from torch import Tensor
 
+from k3cli.model.aside import Aside
 from k3cli.model.passes import KdaLayer, Window
 from k3cli.model.pool import Pool
 from k3cli.model.state import State
@@ -82,6 +83,7 @@ class Stepper:
         self._plain = self._apart = False
         self._aside: tuple[dict[int, tuple[torch.cuda.CUDAGraph, Result]], set[int]] = ({}, set())
         self._graph_pool: Any = None
+        self._beside = Aside(device) if device.type == "cuda" else None
 
     def set_mode(self, eager: bool, apart: bool) -> None:
         """See `K3Model.set_mode`. What was recorded in one mode waits while steps run in the other."""
@@ -196,7 +198,7 @@ class Stepper:
             self._ids[torch.tensor(slots, device=ids.device)] = ids
 
     def _pass(self, n: int) -> Window:
-        return Window(self._pool, self.table, self._cursor, self._layers, n)
+        return Window(self._pool, self.table, self._cursor, self._layers, n, self._beside)
 
     def _run(self, n: int) -> Result:
         """What all W slots give. A number of rows is computed plainly the first time, then recorded."""
@@ -212,6 +214,8 @@ class Stepper:
 
     def _record(self, n: int) -> None:
         graph = torch.cuda.CUDAGraph()
+        if self._beside is not None:
+            self._beside.clear()
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
         try:

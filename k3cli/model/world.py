@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 import select
+import socket
+import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from k3cli import errors
 from k3cli.errors import K3Error
+from k3cli.model.lines import LOOK_OUT, Lines
 from k3cli.model.pulse import Pulse, begin
 from k3cli.model.watch import Watch
 
@@ -66,16 +69,25 @@ _gather_all: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 
 
 class World:
-    """One rank's end. `rank`, `size`; between hosts `calls` carries calls and `control` objects; `group` sums.
+    """One rank's end. `rank`, `size`; `lines`, where there are any, or `calls` carry calls, `control` objects; `group`
+    sums.
 
     lost: whether a rank is known to have ended, from whoever watches them. apart: sums leave parts as they are, for who
     measures what sums cost; what is computed is then wrong. pulse: of ranks that another program started. watch: rank
     0's, where a device computes.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, seconds: float = COLLECTIVE) -> None:
-        """The default process group must be there. seconds: patience of a collective on tensors."""
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        seconds: float = COLLECTIVE,
+        ends: Sequence[socket.socket] = (),
+    ) -> None:
+        """The default process group must be there. seconds: patience of a collective on tensors. ends: see `Lines`."""
         self.rank, self.size, self.device, self.seconds = rank, size, device, seconds
+        self.lines = Lines(ends, LOOK_OUT if device.type == "cuda" else 0.0) if ends else None
         self.lost: Callable[[], bool] = lambda: False
         self.apart = False
         self.pulse: Pulse | None = None
@@ -124,6 +136,13 @@ class World:
         _gather_all(mine.view(-1), ranks.add(parts), group=self.group)
         return mine.view(-1)[: part.numel()].view(part.shape)
 
+    def sum_both(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of two parts of one dtype; small ones as one."""
+        if first.nbytes + second.nbytes > SPLIT:
+            return self.sum(first), self.sum(second)
+        both = self.sum(torch.cat((first.reshape(-1), second.reshape(-1))))
+        return both[: first.numel()].view(first.shape), both[first.numel() :].view(second.shape)
+
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Every rank's part, one behind the other along `dim`, on rank 0; on the others their part."""
         if self.apart:
@@ -133,6 +152,22 @@ class World:
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(part, parts, dst=0, group=self.group)
         return part if parts is None else torch.cat(parts, dim)
+
+    def post(self, numbers: list[int]) -> None:
+        """Rank 0's numbers, as many as the others `fetch`, to all of them. RuntimeError when one is gone."""
+        if self.lines is None:
+            self.tell(torch.tensor(numbers, dtype=torch.int64))
+        else:
+            self.lines.post(struct.pack(f"{len(numbers)}q", *numbers), self.seconds)
+
+    def fetch(self, count: int) -> list[int]:
+        """The next `count` numbers that rank 0 posts, whenever it does."""
+        if self.lines is not None:
+            return list(struct.unpack(f"{count}q", self.lines.fetch(8 * count)))
+        header = torch.empty(count, dtype=torch.int64)
+        self.tell(header)
+        found: list[int] = header.tolist()
+        return found
 
     def tell(self, header: Tensor) -> None:
         """Rank 0's host tensor, which then stays as it is, to all, in place.
@@ -225,6 +260,8 @@ def leave(seconds: float = 5.0) -> None:
 def _close(world: World | None) -> None:
     if world is not None:
         world.forget()
+        if world.lines is not None:
+            world.lines.close()
     if world is not None and world.device.type == "cuda":
         # Ends kernels that wait for others, and does not wait for anybody itself.
         world.group.abort()
@@ -285,8 +322,18 @@ def _interruptible(call: Callable[[], Result]) -> Result:
     return found[0]
 
 
-def join(rank: int, size: int, device: torch.device, store: Any = None, seconds: float = COLLECTIVE) -> World:
-    """Meets the other ranks: through `store`, or as the environment says (torchrun). K3Error when they don't come."""
+def join(
+    rank: int,
+    size: int,
+    device: torch.device,
+    store: Any = None,
+    seconds: float = COLLECTIVE,
+    ends: Sequence[socket.socket] = (),
+) -> World:
+    """Meets the other ranks: through `store`, or as the environment says (torchrun). K3Error when they don't come.
+
+    ends: of the lines to the other ranks, where rank 0 has started them.
+    """
     global _current, met
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if store is not None and sys.platform == "linux":
@@ -308,7 +355,7 @@ def join(rank: int, size: int, device: torch.device, store: Any = None, seconds:
         _interruptible(
             lambda: dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience, store=place)
         )
-        _current = World(rank, size, device, seconds)
+        _current = World(rank, size, device, seconds, ends)
         if store is None:
             _current.pulse = Pulse(place, rank, size)
         return _current

@@ -121,6 +121,19 @@ def test_margin_is_the_gap_of_the_perturbed_scores() -> None:
     assert margin(logits, 17, sampling) == pytest.approx(float(best[0] - best[1]))
 
 
+def test_what_is_drawn_is_waited_for_once() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    plan, waits = Sampling(seed=5), []
+    assert draw(logits, [4, 5, 6], plan, lambda: waits.append(1)) == draw(logits, [4, 5, 6], plan)
+    assert waits == [1]
+
+    def lost() -> None:
+        raise K3Error("a rank is gone")
+
+    with pytest.raises(K3Error, match="a rank is gone"):
+        draw(logits, [4, 5, 6], plan, lost)
+
+
 def test_not_finite_logits_are_refused() -> None:
     logits = torch.zeros(1, 8)
     logits[0, 3] = math.nan

@@ -125,6 +125,26 @@ def test_same_world_same_bits(pair):
         assert all(np.array_equal(field, kept[0][1][name]) for name, field in fields.items())
 
 
+def test_a_step_that_is_begun_is_the_same_step(pair):
+    """What comes before `ready` may be another call, or a commit, which waits for nothing."""
+    net, ids = pair.many.model, tokens(60, 4)
+    state, other = net.new_state(), net.new_state()
+    for each in (state, other):
+        net.prefill(ids[:40], each)
+    for token in ids[40:48].split(1):
+        want, log = net.verify(token, state)
+        net.commit(state, log, 1)
+        found, log = net.begin(token, other)
+        net.commit(other, log, 1)
+        net.ready()
+        net.ready()
+        assert torch.equal(found, want)
+    first, _ = net.begin(ids[48:52], state)
+    second, _ = net.begin(ids[48:52], other)
+    net.ready()
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("way", ["there", "back", "same"])
 def test_a_state_goes_from_one_world_to_another(pair, way: str):
     one, many = pair.one.model, pair.many.model
@@ -207,7 +227,11 @@ def test_what_a_rank_does_not_hold_has_weight_zero(split_configs: dict[str, dict
     for sink in weights.sinks().values():
         sink.copy_(torch.randn(sink.shape, generator=dice) / 8)
     weights.finish()
-    alone: Any = SimpleNamespace(sum=lambda part: part, gather=lambda part, _dim: torch.cat([part, part], 1))
+    alone: Any = SimpleNamespace(
+        sum=lambda part: part,
+        sum_both=lambda *parts: parts,
+        gather=lambda part, _dim: torch.cat([part, part], 1),
+    )
     net = K3Model(held(whole, 2), weights, torch.device("cpu"), torch.float32, 8, alone)
     seen = []
     window = passes.moe.experts_window
