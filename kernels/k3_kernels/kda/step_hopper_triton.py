@@ -1,5 +1,5 @@
 """The KDA step for Hopper in Gluon, K = V = 128: a cluster of four programs holds a head's state, a quarter of its rows
-each, so that all processors work and the programs that share one hide each other's waits for sums.
+each, so that all processors work, and the programs that share one hide a part of each other's waits for sums.
 
 A row is prepared (convolution, SiLU, norm, gate) by one warp of the cluster, which hands it to all four programs; an
 output goes to the program that norms its row. Old log and convolution window are written only when all rows have come:
