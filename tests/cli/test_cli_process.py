@@ -26,7 +26,9 @@ def read_until(process: subprocess.Popen[str], kind: str) -> dict:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_a_signal_stops_the_answer_and_the_turn_is_saved(spawn, k3, number, code) -> None:
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup a child would inherit that SIGHUP is ignored
     process = spawn("chat", "-s", "a", "-p", "slow 400", "--json", stdin=subprocess.DEVNULL)
+    signal.signal(number, before)
     read_until(process, "text")
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
