@@ -76,10 +76,8 @@ class Drafts:
                 try:
                     engine.speculate(choice, self.window, sources=sources)
                     return ""
-                except (
-                    ModelError,
-                    FitError,
-                ) as error:  # nobody asked for this draft: text is drafted from all the same
+                except (ModelError, FitError) as error:
+                    # Nobody asked for this draft: text is drafted from all the same.
                     choice = without_draft(error)
                     problem = f"drafts come from matches in the text alone: {choice.reason.removeprefix('auto: ')}"
         engine.speculate(choice, self.window, sources=sources)

@@ -69,8 +69,8 @@ def restore_turn(
     except Damaged as error:
         again = store.plan(turn_id, engine.identity, engine.layout)
         raise _with_offer(turn_id, again, error.found) from error
-    if (trouble := recall(engine, store, plan, timeline)) is not None:
-        emit(trouble)
+    for notice in recall(engine, store, plan, timeline):
+        emit(notice)
     if plan.boundary < plan.target:
         emit(
             Notice(
@@ -83,22 +83,23 @@ def restore_turn(
     return Restored(timeline, turn, plan, plan.boundary, plan.target - plan.boundary)
 
 
-def recall(engine: Engine, store: Any, plan: RestorePlan, timeline: Timeline) -> Notice | None:
-    """Hands the timeline's drafter what was kept for it beside the state that `plan` names; to be told: it was damaged.
+def recall(engine: Engine, store: Any, plan: RestorePlan, timeline: Timeline) -> tuple[Notice, ...]:
+    """Hands the timeline's drafter what was kept for it beside the state that `plan` names. What is to be told: damage.
 
     Nothing depends on it but how well drafts begin.
     """
     speculator = timeline.speculator
     if speculator is None or not speculator.needs_hidden:
-        return None
+        return ()
     try:
         timeline.recall(store.hints(plan, engine.identity, engine.layout))
     except StoreError as error:
-        return Notice(
+        lost = Notice(
             "draft-context-unusable",
             f"what the draft model had read is lost ({error}): it begins with the tokens to come, and no token changes",
         )
-    return None
+        return (lost,)
+    return ()
 
 
 def follow(timeline: Timeline, schedule: Schedule, emit: Emit, cancel: Cancel) -> None:

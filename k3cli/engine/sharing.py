@@ -57,7 +57,7 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
     known = engine.known_timeline(ids[: plan.boundary]) if canonical(steps, engine.model.prefill_chunk) else None
     if known is not None and known.position == plan.boundary:
         known.schedule = steps
-        return SharedStart(known, plan, keep_at, (found, *_told(recall(engine, store, plan, known))))
+        return SharedStart(known, plan, keep_at, (found, *recall(engine, store, plan, known)))
     here = canonical(steps, engine.model.prefill_chunk) and not runtime_change(store.turn(plan.turn), engine)
     try:
         with store.stream(plan, engine.identity, engine.layout) as stored:
@@ -70,11 +70,7 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
         )
         return SharedStart(engine.timeline(), None, 0, (lost,))
     timeline.schedule = steps
-    return SharedStart(timeline, plan, keep_at, (found, *_told(recall(engine, store, plan, timeline))))
-
-
-def _told(notice: Notice | None) -> tuple[Notice, ...]:
-    return () if notice is None else (notice,)
+    return SharedStart(timeline, plan, keep_at, (found, *recall(engine, store, plan, timeline)))
 
 
 def canonical(steps: Schedule, chunk: int) -> bool:

@@ -25,6 +25,7 @@ if CUDA:
     ]
     if torch.cuda.get_device_capability()[0] == 9:
         KINDS += [pytest.param(torch.bfloat16, Tuning(hopper=True), id="bf16-hopper")]
+SLOW = pytest.mark.skipif(not CUDA, reason="slow in the interpreter, which runs the other bounds")
 kinds = pytest.mark.parametrize(("dtype", "tuning"), KINDS)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 
@@ -100,7 +101,7 @@ def test_the_gate_without_bound_forgets_slowly(dtype: torch.dtype, tuning: Tunin
 
 @kinds
 @pytest.mark.parametrize("raw", [60.0, -60.0, "mixed"])
-@pytest.mark.parametrize("bound", [-5.0, -4.0, pytest.param(-8.0, marks=pytest.mark.skipif(not CUDA, reason="slow"))])
+@pytest.mark.parametrize("bound", [-5.0, -4.0, pytest.param(-8.0, marks=SLOW)])
 def test_extremes_of_the_gate(raw: float | str, bound: float, dtype: torch.dtype, tuning: Tuning):
     """Log decay at the bound for whole chunks, near 0, and one beside the other."""
     arguments = draw(67, bound, dtype=dtype)
