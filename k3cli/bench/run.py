@@ -241,7 +241,7 @@ def planned_peak(
     geometry = Geometry.of(config, 512, kind)
     pool = granules_for(config, geometry, None if free is None else free - weights, kind, plan.chunk) * geometry.granule
     work = workspace(config, kind, plan.chunk, context=plan.depths[-1] + plan.prompt)
-    need = weights + pool + work + _libraries(place)
+    need = weights + pool + work + _libraries(config, place)
     tell(
         f"plan{'' if world == 1 else ' of each rank'}: weights {weights / 1e9:.2f} GB, state pool {pool / 1e9:.2f} GB, "
         f"peak {need / 1e9:.2f} of {told} free"
@@ -249,12 +249,13 @@ def planned_peak(
     return need
 
 
-def _libraries(place: torch.device) -> int:
+def _libraries(config: ModelConfig, place: torch.device) -> int:
     """Bytes torch sets aside for its library of products, by its defaults: a work space for each stream, that of plain
-    steps and the one they are recorded on."""
+    steps, the one they are recorded on and the one shared experts run on."""
     if place.type != "cuda":
         return 0
-    return 2 * ((32 << 20) if torch.cuda.get_device_capability(place)[0] >= 9 else (8 << 20) + (128 << 10))
+    streams = 2 + (config.moe is not None and config.moe.shared > 0)
+    return streams * ((32 << 20) if torch.cuda.get_device_capability(place)[0] >= 9 else (8 << 20) + (128 << 10))
 
 
 def peak(place: torch.device) -> int:
