@@ -25,7 +25,7 @@ from k3cli.errors import K3Error, UsageError
 SCHEMA = 1
 LIBRARIES = ("torch", "triton", "fla-core")
 SAME_TO_COMPARE = ("model", "config", "dtype", "window", "device", "cache", "chunk")
-NAMES = ("row", "op", "shape", "depth", "tokens", "text", "spec")
+NAMES = ("row", "op", "shape", "depth", "tokens", "text", "spec", "temperature")
 """What tells rows apart."""
 FIGURES = ("seconds", "spread", "tokens_per_second", "floor_seconds")
 """What is reckoned with when results are read back."""
@@ -189,7 +189,7 @@ def _parsed(lines: Sequence[str], file: Path) -> Iterator[Row]:
 
 def _possible(key: str, value: Any) -> bool:
     if key in NAMES:
-        return isinstance(value, str | int)
+        return isinstance(value, str | int | float)
     return isinstance(value, int | float) and math.isfinite(value) and (value > 0 or (value == 0 and key != "seconds"))
 
 

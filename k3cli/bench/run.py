@@ -55,6 +55,7 @@ class Subject:
 class Ask:
     """What the user wants. top: climb up to it; depths: exactly these; both None: a few low rungs.
 
+    cold: empty a GPU's L2 before every sample; None: where there is one.
     verify: only steps, of every number of rows, and the speed-up they allow.
     """
 
@@ -63,7 +64,7 @@ class Ask:
     top: int | None
     depths: tuple[int, ...] | None
     prompt: int | None
-    cold: bool
+    cold: bool | None
     stored: bool
     verify: bool = False
 
@@ -129,6 +130,8 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     settings, config, place = ask.settings, what.config, what.place
     kind = choose_dtype(settings.dtype, place, config)[0]
     cuda = place.type == "cuda"
+    if ask.cold and not cuda:
+        raise UsageError("--cache cold on a CPU", "a GPU, whose L2 is emptied, or --cache warm")
     chunk = prefill_chunk(sum(entry.loaded for entry in weigh(config, kind)), place.type)
     tokens = 0 if ask.verify else ask.prompt or chunk
     window = settings.window or DEFAULT_WINDOW
@@ -137,7 +140,7 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
         prompt=tokens,
         windows=tuple(range(1, window + 1)) if ask.verify else tuple(n for n in WINDOWS if n <= window),
         chunk=chunk,
-        cold=ask.cold,
+        cold=cuda if ask.cold is None else ask.cold,
     )
     room = max(tokens, max(plan.windows) * (plan.steps + 3))
     deepest = config.context_limit - room
@@ -167,7 +170,7 @@ def _measured(ask: Ask, what: Subject, plan: Plan, model: Any, planned: int, fil
         dtype=_word(model.dtype),
         window=model.window,
         chunk=plan.chunk,
-        cache="cold" if ask.cold else "warm",
+        cache="cold" if plan.cold else "warm",
         kernels=model.kernels,
         bandwidth=limits[0],
         matrix_rate=limits[1],

@@ -28,6 +28,8 @@ from k3cli.errors import UsageError
 
 LONGEST = 400
 """Tokens of one answer at most."""
+NOISE = 5.0
+"""Temperature of the text "noise", whatever else is asked for."""
 ALL = ("off", "suffix", "dspark")
 """What `--spec all` compares; dspark where the model has a draft of its own."""
 
@@ -98,6 +100,10 @@ class Request:
     longest: int = LONGEST
     asked: bool = True
 
+    def heat(self, text: str) -> float:
+        """The temperature that a text is drawn at."""
+        return NOISE if text == "noise" else self.temperature
+
 
 @dataclass
 class Run:
@@ -120,33 +126,37 @@ class Run:
         return self.draft + self.verify + self.commit
 
 
-def read_request(spec: str, texts: str | None, rounds: int, temperature: float) -> Request:
-    """What the command line asks for; "off" is always among the drafters. UsageError."""
+def read_request(spec: str, texts: str | None, rounds: int | None, temperature: float | None) -> Request:
+    """What the command line asks for, None: the default; "off" is always among the drafters. UsageError."""
     specs = list(ALL) if spec == "all" else [part.strip() for part in spec.split(",")]
     for name in specs:
         choose(name)
     names = list(TEXTS) if texts is None else [part.strip() for part in texts.split(",")]
     if not set(names) <= set(TEXTS):
         raise UsageError(f"--texts is {texts!r}", f"some of {', '.join(TEXTS)}, with commas between")
-    if rounds < 1:
+    request = Request(("off", *(name for name in dict.fromkeys(specs) if name != "off")), tuple(dict.fromkeys(names)))
+    if rounds is not None:
+        request = replace(request, rounds=rounds)
+    if request.rounds < 1:
         raise UsageError(f"--rounds is {rounds}", "1 or more")
-    if not temperature >= 0:
-        raise UsageError(f"--temperature is {temperature}", "0 or more")
-    others = [name for name in dict.fromkeys(specs) if name != "off"]
-    return Request(("off", *others), tuple(dict.fromkeys(names)), rounds, temperature, LONGEST, asked=spec != "all")
+    if temperature is not None:
+        request = replace(request, temperature=temperature)
+        if not temperature >= 0:
+            raise UsageError(f"--temperature is {temperature}", "0 or more")
+        if request.texts == ("noise",):
+            raise UsageError("--temperature with --texts noise", f"another text: noise is drawn at {NOISE:g}")
+    return replace(request, asked=spec != "all", longest=LONGEST)
 
 
 def converse(engine: Engine, spec: str, text: str, request: Request, rows: int | None = None) -> Run:
     """The messages of a text one after the other, decoded with `spec`. rows: of a step at most."""
     engine.speculate(choose(spec, model=engine.folder), rows)
-    renderer, sampling = engine.renderer, Sampling(temperature=request.temperature, seed=1)
+    renderer, sampling = engine.renderer, Sampling(temperature=request.heat(text), seed=1)
     timeline, context = engine.timeline(), renderer.new_context(True)
     window = engine.model.window
     run = Run(tested=[0] * (window - 1), accepted=[0] * (window - 1), rows=[0] * (window + 1))
     close: list[int] = []
-    stop = renderer.stop_ids
-    if text == "noise":
-        stop, sampling = frozenset(), replace(sampling, temperature=5.0)
+    stop = frozenset() if text == "noise" else renderer.stop_ids
     for n, message in enumerate(TEXTS[text]):
         ids = [*close, *(renderer.render_head((), True, renderer.default_effort, None) if n == 0 else ())]
         ids += renderer.render_messages([{"role": "user", "content": message}], context)
@@ -183,7 +193,7 @@ def compare_drafts(engine: Engine, text: str, request: Request, rows: int | None
         for spec, done in runs.items():
             done.append(converse(engine, spec, text, request, rows))
     for spec, done in runs.items():
-        yield {"row": "spec", "text": text, "spec": spec, "temperature": request.temperature} | told(runs["off"], done)
+        yield {"row": "spec", "text": text, "spec": spec, "temperature": request.heat(text)} | told(runs["off"], done)
 
 
 def told(off: Sequence[Run], runs: Sequence[Run]) -> Row:
@@ -250,7 +260,7 @@ def conversations(
     results = Results.open(run, file)
     yield run
     for text in request.texts:
-        cells = [{"row": "spec", "text": text, "spec": spec, "temperature": request.temperature} for spec in specs]
+        cells = [{"row": "spec", "text": text, "spec": spec, "temperature": request.heat(text)} for spec in specs]
         if all(results.done(**cell) for cell in cells):
             continue
         for row in compare_drafts(engine, text, request, settings.window):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from k3cli.commands import options as opt
+from k3cli.commands.combinations import refuse_unused
 from k3cli.commands.output import Printer, human_bytes, table
 from k3cli.errors import Exit, UsageError
 
@@ -18,6 +19,31 @@ if TYPE_CHECKING:
 
 WIDTHS = (8, 11, 7, 9, 9, 9, 9, 6, 9, 9, 8)
 """Columns of the table as it grows; rows come one by one, so the widths are fixed."""
+
+LADDER, STEPS, TALKS, OPERATORS = "", "with --spec and --slice", "with --spec", "with --kernels"
+"""What a run measures: a ladder; a ladder of steps only; conversations; operators. Each as its options say it."""
+
+MATTER = (
+    (("--ops",), (OPERATORS,), "--kernels"),
+    (("--texts", "--rounds", "--temperature"), (TALKS,), "--spec without --slice"),
+    (("--prompt-tokens", "--stored", "--plot"), (LADDER,), "a ladder: neither --kernels nor --spec"),
+    (("--slice", "--context", "--depths", "--cache"), (LADDER, STEPS), "a ladder, or --spec with --slice N"),
+    (
+        ("--model", "--window", "--device", "--gpus", "--dtype"),
+        (LADDER, STEPS, TALKS),
+        "no --kernels: K3's shapes in bfloat16, on the first GPU",
+    ),
+)
+"""Options, the runs that they matter to, and what they go with."""
+
+HOLDS = {
+    ("--cache", OPERATORS): ("cold",),
+    ("--device", OPERATORS): ("auto", "cuda", "cuda:0"),
+    ("--dtype", OPERATORS): ("auto", "bfloat16"),
+    ("--gpus", OPERATORS): ("1",),
+    ("--cache", TALKS): ("warm",),
+}
+"""Values that say what such a run does anyhow."""
 
 app = typer.Typer(
     help="How fast a model runs here, beside what the machine can do.",
@@ -46,9 +72,13 @@ def command(
         str | None, typer.Option("--ops", metavar="LIST", help="With --kernels: some of them, as moe,mla; default all.")
     ] = None,
     cache: Annotated[
-        str, typer.Option("--cache", metavar="cold|warm", help="Empty the GPU's L2 before every sample, or not.")
-    ] = "cold",
-    stored: Annotated[bool, typer.Option("--stored/--no-stored", help="Also save and restore at each depth.")] = True,
+        str | None,
+        typer.Option("--cache", metavar="cold|warm", help="Empty a GPU's L2 before every sample (default), or not."),
+    ] = None,
+    stored: Annotated[
+        bool | None,
+        typer.Option("--stored/--no-stored", help="Save and restore at each depth (default), or not."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="JSON lines; an existing file is gone on with."),
@@ -68,8 +98,12 @@ def command(
     texts: Annotated[
         str | None, typer.Option("--texts", metavar="LIST", help="With --spec: of edit,prose,code,noise; default all.")
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="With --spec: how often each runs.")] = 3,
-    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="With --spec.")] = 0.0,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", metavar="N", help="With --spec: how often each runs; default 3.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", metavar="T", help="With --spec; default 0.")
+    ] = None,
     device: opt.Device = None,
     gpus: opt.Gpus = None,
     dtype: opt.Dtype = None,
@@ -79,7 +113,28 @@ def command(
 
     Rows go to -o FILE (or, with --json, to stdout) as they are finished, a table to stderr. Exit 1 when a row failed.
     """
+    options = {
+        "--model": model,
+        "--slice": layers,
+        "--context": context,
+        "--depths": depths,
+        "--prompt-tokens": prompt,
+        "--ops": ops,
+        "--cache": cache,
+        "--stored": stored,
+        "--plot": plot,
+        "--window": window,
+        "--texts": texts,
+        "--rounds": rounds,
+        "--temperature": temperature,
+        "--device": device,
+        "--gpus": gpus,
+        "--dtype": dtype,
+    }
     if ctx.invoked_subcommand is not None:
+        told = {"--no-stored": stored is False, "--kernels": kernels, "--spec": spec, "--output": output}
+        where = f"before {ctx.invoked_subcommand}"
+        refuse_unused({**options, **told, "--json": json}, where, f"options behind {ctx.invoked_subcommand}")
         return
     from k3cli.bench.run import Ask, climb, operators, subject
     from k3cli.commands.plan import configuration, parse_tokens
@@ -87,32 +142,27 @@ def command(
 
     settings = settings_from({"model": model, "device": device, "gpus": gpus, "dtype": dtype, "window": window})
     printer = Printer(json=json)
-    if cache not in ("cold", "warm"):
+    if cache not in (None, "cold", "warm"):
         raise UsageError(f"--cache is {cache!r}", "cold or warm")
+    if spec is not None and kernels:
+        raise UsageError("--spec with --kernels", "one of them")
+    if context is not None and depths is not None:
+        raise UsageError("both --context and --depths", "one of them")
+    what = OPERATORS if kernels else LADDER if spec is None else TALKS if layers is None else STEPS
+    _refuse_ignored(what, options)
     if plot is not None:
         from k3cli.bench.show import can_plot
 
-        if kernels:
-            raise UsageError("--plot with --kernels", "a ladder to draw")
         can_plot(plot)
-    if ops is not None and not kernels:
-        raise UsageError("--ops without --kernels", "both")
-    if context is not None and depths is not None:
-        raise UsageError("both --context and --depths", "one of them")
-    request = None
     if spec is not None:
         from k3cli.bench.spec import conversations, read_request
 
         request = read_request(spec, texts, rounds, temperature)
-        if kernels or plot is not None:
-            raise UsageError("--spec with --kernels or --plot", "one of them")
-    elif texts is not None:
-        raise UsageError("--texts without --spec", "both")
-    if request is not None and layers is None:
-        if context is not None or depths is not None or prompt is not None:
-            raise UsageError("--spec with --context, --depths or --prompt-tokens", "those with --slice N")
+        if what == STEPS and request.asked:
+            raise UsageError(f"--spec {spec} with --slice", "--spec all: its steps are measured without drafters")
+    if what == TALKS:
         rows = conversations(settings, request, output, printer.notice)
-    elif kernels:
+    elif what == OPERATORS:
         one_piece(settings, printer)
         rows = operators(output, ops)
     else:
@@ -122,9 +172,9 @@ def command(
             top=None if context is None else parse_tokens("--context", context),
             depths=None if depths is None else tuple(_depth(part) for part in depths.split(",")),
             prompt=None if prompt is None else parse_tokens("--prompt-tokens", prompt),
-            cold=cache == "cold",
-            stored=stored,
-            verify=request is not None,
+            cold=None if cache is None else cache == "cold",
+            stored=stored is not False,
+            verify=what == STEPS,
         )
         rows = climb(ask, subject(settings, layers, configuration), output, printer.notice)
     began = time.perf_counter()
@@ -180,6 +230,14 @@ def compare_command(
     for line in table(("ROW", "DEPTH OR SHAPE", "TOKENS", "A", "B", "B/A", ""), rows, "<>>>>><"):
         printer.line(line)
     printer.done(rows=len(rows))
+
+
+def _refuse_ignored(what: str, options: dict[str, Any]) -> None:
+    """UsageError for options that a run of this kind would not look at."""
+    for names, runs, expected in MATTER:
+        if what not in runs:
+            there = {name: options[name] for name in names if options[name] not in HOLDS.get((name, what), ())}
+            refuse_unused(there, what or f"without {expected.split()[0]}", expected)
 
 
 def _depth(text: str) -> int:

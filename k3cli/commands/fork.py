@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from k3cli.commands import options as opt
+from k3cli.commands.combinations import refuse_unused
 from k3cli.commands.inputs import read_request
 from k3cli.commands.output import Printer
 from k3cli.errors import UsageError
@@ -45,28 +46,34 @@ def command(
     from k3cli.commands.names import find_turn, new_name
     from k3cli.commands.runtime import open_store, refuse_existing, require_session, settings_from
 
-    settings = settings_from(
-        {
-            "hide_thinking": hide_thinking,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "spec": spec,
-            "window": window,
-            "model": model,
-            "device": device,
-            "dtype": dtype,
-            "gpus": gpus,
-            "require_cached": require_cached,
-        }
-    )
+    answering = {
+        "hide_thinking": hide_thinking,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "spec": spec,
+        "window": window,
+        "model": model,
+        "device": device,
+        "dtype": dtype,
+        "gpus": gpus,
+        "require_cached": require_cached,
+    }
+    settings = settings_from(answering)
     if ephemeral and prompt is None:
         raise UsageError("--ephemeral without a prompt", "-p TEXT: such a fork exists only for its answer")
     if ephemeral and new is not None:
         raise UsageError(f"--ephemeral with the name {new!r}", "no name: nothing is kept")
+    if prompt is None:
+        named = {"--" + key.replace("_", "-"): value for key, value in answering.items()}
+        refuse_unused(
+            {**named, "--draft-from": draft_from},
+            "without a prompt",
+            "-p TEXT: a fork that answers nothing runs no model",
+        )
     printer = Printer(json=json, hide_thinking=settings.hide_thinking)
     request = None if prompt is None else read_request(prompt, None, json=json)
     store = open_store(settings)

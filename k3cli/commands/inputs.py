@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from k3cli.chat.messages import check_response_format, check_tools
+from k3cli.commands.combinations import refuse_unused
 from k3cli.errors import UsageError
+
+ONE_SHOT = "-p TEXT, a pipe, - or --tool-result"
 
 
 def read_text(path: str, what: str) -> str:
@@ -55,7 +58,7 @@ def read_request(
 
     `-p TEXT` alone never touches stdin. `-` reads stdin (`-p -` too); with `-p TEXT -` stdin follows the text after an
     empty line. With neither, and no tool result, a stdin that is not a terminal is the prompt. A run that is left
-    without a prompt needs a terminal on both sides. Raises UsageError.
+    without a prompt needs a terminal on both sides, and takes nothing that is for one turn. Raises UsageError.
     """
     if dash not in (None, "-"):
         raise UsageError(f"unexpected argument {dash!r}", "- (read stdin) or nothing", "give the prompt with -p TEXT")
@@ -78,7 +81,10 @@ def read_request(
     )
     if not request.one_shot and (json or not sys.stdout.isatty()):
         where = "--json" if json else "a stdout that is not a terminal"
-        raise UsageError(f"no prompt was given with {where}", "-p TEXT, a pipe, - or --tool-result")
+        raise UsageError(f"no prompt was given with {where}", ONE_SHOT)
+    if not request.one_shot:
+        one_turn = {"--add-tools": add_tools, "--tool-choice": request.tool_choice}
+        refuse_unused({**one_turn, "--response-format": response_format}, "without a prompt", f"{ONE_SHOT}, one turn")
     return request
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from k3cli.commands import options as opt
+from k3cli.commands.combinations import given, refuse_unused
 from k3cli.commands.names import short_id
 from k3cli.commands.output import Printer
 from k3cli.errors import ReplayDiffers, UsageError
@@ -48,17 +49,18 @@ def command(
 
     from k3cli.commands.runtime import open_store, other_model, require_session, settings_from
 
-    wanted = [flag for flag, given in (("--show", show), ("--score", score), ("--into", into)) if given]
+    wanted = given({"--show": show, "--score": score, "--into": into})
     if len(wanted) > 1:
         raise UsageError(" and ".join(wanted) + " together", "one of them")
-    if (first or last) and (score or into):
-        raise UsageError(
-            f"--from or --to with {wanted[0]}", "the whole session", f"fork it first: k3 fork {name} --at TURN"
-        )
-    if (system or tools or effort or no_thinking) and not into:
-        raise UsageError(
-            "--system, --tools, --effort or --no-thinking without --into", "--into NEW: another head is another session"
-        )
+    if wanted and not show:
+        part = {"--from": first, "--to": last}
+        refuse_unused(part, f"with {wanted[0]}", "the whole session", f"fork it first: k3 fork {name} --at TURN")
+    if into is None:
+        head = {"--system": system, "--tools": tools, "--effort": effort, "--no-thinking": no_thinking}
+        refuse_unused(head, "without --into", "--into NEW: another head is another session")
+    if show:
+        running = {"--device": device, "--dtype": dtype, "--gpus": gpus}
+        refuse_unused(running, "with --show", "none of them: a transcript is read, not run")
     settings = settings_from(
         {"effort": effort, "no_thinking": no_thinking, "model": model, "device": device, "dtype": dtype, "gpus": gpus}
     )
@@ -70,7 +72,7 @@ def command(
         from k3cli.commands.transcript import print_transcript
 
         print_transcript(store, settings, name, printer, start, stop)
-    elif into:
+    elif into is not None:
         _into(store, settings, printer, name, into, system, tools)
     elif score:
         _score(store, settings, printer, name)
@@ -88,8 +90,8 @@ def _range(store: Store, name: str, first: str | None, last: str | None) -> tupl
     turns = store.log(name)
     marks = store.session(name).marks
     number = {turn.id: count for count, turn in enumerate(turns, 1)}
-    start = number[resolve_turn(turns, first, name, marks).id] if first else 1
-    stop = number[resolve_turn(turns, last, name, marks).id] if last else len(turns)
+    start = number[resolve_turn(turns, first, name, marks).id] if first is not None else 1
+    stop = number[resolve_turn(turns, last, name, marks).id] if last is not None else len(turns)
     if start > stop:
         raise UsageError(f"--from is turn {start}, --to is turn {stop}", "--from at or before --to")
     return start, stop

@@ -172,6 +172,11 @@ def test_compare_tells_noise_from_difference(tmp_path: Path):
 
 def test_compare_refuses_what_does_not_match(tmp_path: Path):
     a = results(tmp_path / "a", 1.0)
+    for name, heat in (("cool", 0.0), ("hot", 0.5)):
+        row = {"row": "spec", "text": "edit", "spec": "off", "tokens": 9, "seconds": 1.0, "temperature": heat}
+        Results.open(run_row(), tmp_path / name).add(row)
+    with pytest.raises(UsageError, match=r"edit off 0\.\d was measured in only one"):
+        record.compare(tmp_path / "cool", tmp_path / "hot")
     with pytest.raises(UsageError, match=r"window is 8 .* and 4"):
         record.compare(a, results(tmp_path / "b", 1.0, run_row(window=4)))
     with pytest.raises(UsageError, match=r"decode (0|512) 1 was measured in only one"):
@@ -200,7 +205,7 @@ def test_a_ladder_on_the_shipped_model(bench: Callable[..., tuple[int, str, str]
     code, out, err = bench(*arguments)
     assert (code, out) == (0, ""), err
     run, rows = record.read(file)
-    assert run["model"] == "k3-nano"
+    assert (run["model"], run["cache"]) == ("k3-nano", "cold" if torch.cuda.is_available() else "warm")
     kinds = [(row["row"], row.get("depth")) for row in rows]
     for depth in (0, 40):
         assert ("prefill", depth) in kinds
@@ -252,12 +257,31 @@ def test_a_failed_row_is_in_the_table_and_in_the_exit_code(
         (("--cache", "lukewarm"), "cold or warm"),
         (("--kernels", "--plot", "x.png"), "a ladder"),
         (("--kernels", "--ops", "moe,hashing"), "some of attnres"),
-        (("--ops", "moe"), "both"),
+        (("--ops", "moe"), "--ops without --kernels"),
+        (("--ops", "moe", "--spec", "all"), "--ops with --spec"),
         (("--slice", "0"), "1 to 93"),
         (("--spec", "eagle"), "auto, off, suffix"),
         (("--spec", "all", "--texts", "poems"), "some of edit"),
         (("--spec", "all", "--depths", "0"), "--slice"),
-        (("--texts", "edit"), "both"),
+        (("--texts", "edit"), "--texts without --spec"),
+        (("--rounds", "3"), "--rounds without --spec"),
+        (("--texts", "edit", "--temperature", "0"), "--texts and --temperature without --spec"),
+        (("--kernels", "--rounds", "3"), "--rounds with --kernels"),
+        (("--kernels", "--slice", "4", "--depths", "0"), "--slice and --depths with --kernels"),
+        (("--kernels", "--cache", "warm"), "--cache with --kernels"),
+        (("--kernels", "--device", "cpu", "--model", "m"), "--model and --device with --kernels"),
+        (("--kernels", "--stored"), "--stored with --kernels"),
+        (("--kernels", "--spec", "all"), "one of them"),
+        (("--spec", "all", "--cache", "cold"), "--cache with --spec"),
+        (("--spec", "all", "--stored"), "--stored with --spec"),
+        (("--spec", "all", "--plot", "x.png"), "a ladder"),
+        (("--spec", "all", "--slice", "4", "--rounds", "3"), "--rounds with --spec and --slice"),
+        (("--spec", "all", "--slice", "4", "--prompt-tokens", "8"), "--prompt-tokens with --spec and --slice"),
+        (("--spec", "off", "--slice", "4"), "--spec off with --slice"),
+        (("--spec", "all", "--texts", "noise", "--temperature", "1"), "noise is drawn at 5"),
+        (("--device", "cpu", "--cache", "cold"), "--cache warm"),
+        (("--rounds", "3", "compare", "a", "b"), "--rounds before compare"),
+        (("--no-stored", "plot", "a", "b.png"), "--no-stored before plot"),
         (("--spec", "all", "--rounds", "0"), "1 or more"),
     ],
 )
@@ -266,6 +290,23 @@ def test_bad_words_are_one_line(bench: Callable[..., tuple[int, str, str]], argu
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure there")
+@pytest.mark.parametrize(
+    "words", [("--device", "cuda"), ("--dtype", "bfloat16"), ("--cache", "cold"), ("--gpus", "1"), ("--no-stored",)]
+)
+def test_words_that_say_what_happens_anyhow_are_no_mistake(
+    bench: Callable[..., tuple[int, str, str]], words: tuple[str, ...]
+):
+    code, _, err = bench("--kernels", *words)
+    assert (code, "--kernels without a CUDA device" in err) == (2, True), err
+
+
+def test_json_before_a_command_of_bench_is_refused(bench: Callable[..., tuple[int, str, str]]):
+    code, out, _ = bench("--json", "compare", "a", "b")
+    assert code == 2
+    assert json.loads(out)["found"] == "--json before compare"
 
 
 @pytest.fixture
@@ -291,6 +332,7 @@ def test_drafters_are_compared_on_the_same_conversations(
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["seconds"] == pytest.approx(sum(row[f"{part}_seconds"] for part in ("draft", "verify", "commit")))
         assert (row["ratio"] == 1) == (row["spec"] == "off")
+        assert row["temperature"] == (5 if row["text"] == "noise" else 0)
     assert "tokens a step" in err
     before = file.read_text()
     assert bench(*arguments)[0] == 0
@@ -412,7 +454,7 @@ def test_depths_beyond_the_last_tokens_become_one(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("k3cli.bench.ladder.Ladder.__init__", stop)
     monkeypatch.setattr("k3cli.bench.run.ceilings", lambda *_: (1.0, 1.0))
-    ask = Ask(Settings(tmp_path, device="cpu"), None, None, (5, 130_900, 131_072), 512, True, False)
+    ask = Ask(Settings(tmp_path, device="cpu"), None, None, (5, 130_900, 131_072), 512, None, False)
     with pytest.raises(KeyboardInterrupt):
         list(climb(ask, subject(ask.settings, None, configuration), None, lambda line: None))
     assert depths == [5, 131_072 - 512]

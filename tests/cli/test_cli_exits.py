@@ -124,8 +124,14 @@ def test_memory_and_files() -> None:
         (("fork", "a", "b", "c"), ("c",)),
         (("debug", "bogus"), ("no such command 'bogus'", "logits", "tokens")),
         (("replay", "a", "--show", "--score"), ("--show and --score",)),
-        (("replay", "a", "--score", "--from", "1"), ("--from or --to",)),
-        (("replay", "a", "--effort", "low"), ("--into",)),
+        (("replay", "a", "--score", "--from", "1"), ("--from with --score", "k3 fork a --at")),
+        (("replay", "a", "--into", "b", "--from", "1", "--to", ""), ("--from and --to with --into",)),
+        (("replay", "a", "--effort", "low"), ("--effort without --into",)),
+        (("replay", "a", "--system", "", "--no-thinking"), ("--system and --no-thinking without --into",)),
+        (("replay", "a", "--show", "--dtype", "float32", "--gpus", "2"), ("--dtype and --gpus with --show",)),
+        (("fork", "a", "--seed", "1"), ("--seed without a prompt", "-p TEXT")),
+        (("fork", "a", "--model", "m", "--hide-thinking"), ("--hide-thinking and --model without a prompt",)),
+        (("fork", "a", "--draft-from", "x", "--require-cached"), ("--require-cached and --draft-from without",)),
         (("mark", "a", "b", "--remove", "--at", "1"), ("--remove with --at",)),
     ],
 )
@@ -138,6 +144,23 @@ def test_usage_errors_name_what_is_valid(k3, args, words) -> None:
     as_event = k3(*args, "--json")
     assert as_event.code == Exit.USAGE
     assert json.loads(as_event.out.splitlines()[-1])["type"] == "error"
+
+
+def test_what_is_set_elsewhere_is_no_option_of_a_fork(k3, monkeypatch) -> None:
+    k3("chat", "-s", "a", "-p", "hello")
+    monkeypatch.setenv("K3_SEED", "7")
+    monkeypatch.setenv("K3_SPEC", "off")
+    done = k3("fork", "a", "b")
+    assert (done.code, done.out) == (0, "b\n"), done.err
+
+
+@pytest.mark.parametrize("option", ["--into", "--from", "--to"])
+def test_an_empty_word_is_a_word(k3, option) -> None:
+    k3("chat", "-s", "a", "-p", "hello")
+    done = k3("replay", "a", option, "")
+    assert done.code in (Exit.USAGE, Exit.SESSION)
+    assert done.out == ""
+    assert "''" in done.err
 
 
 def test_unknown_settings_stop_every_command(k3, monkeypatch, private_home) -> None:

@@ -85,6 +85,23 @@ def test_no_prompt_needs_a_terminal_on_both_sides(stdin, monkeypatch) -> None:
         read_request(None, None)
 
 
+def test_what_is_for_one_turn_is_refused_at_a_prompt(stdin, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    stdin(None)
+    tools, form = tmp_path / "t.json", tmp_path / "f.json"
+    tools.write_text("[]")
+    form.write_text('{"type": "json_object"}')
+    one_turn = {"add_tools": str(tools), "tool_choice": "none", "response_format": str(form)}
+    for key, value in one_turn.items():
+        option = "--" + key.replace("_", "-")
+        with pytest.raises(UsageError, match=f"^{option} without a prompt; expected -p TEXT"):
+            read_request(None, None, **{key: value})
+    with pytest.raises(UsageError, match=r"^--add-tools, --tool-choice and --response-format without"):
+        read_request(None, None, **one_turn)
+    assert not read_request(None, None, tool_choice="auto").one_shot  # which is what a prompt does
+    assert read_request("x", None, **one_turn).one_shot
+
+
 def test_other_arguments_and_choices_are_refused(stdin) -> None:
     with pytest.raises(UsageError, match="'hello'"):
         read_request(None, "hello")
