@@ -14,7 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +29,8 @@ NAMES = ("row", "op", "shape", "depth", "tokens", "text", "spec", "temperature")
 """What tells rows apart."""
 FIGURES = ("seconds", "spread", "tokens_per_second", "floor_seconds")
 """What is reckoned with when results are read back."""
+BEGINNING = json.dumps({"v": SCHEMA, "row": "run"})[:-1].encode()
+"""How every file of results begins."""
 SAME_TO_RESUME = (*SAME_TO_COMPARE, "world", "versions", "commit", "kernels")
 
 Row = dict[str, Any]
@@ -98,10 +100,14 @@ class Results:
     file: Path | None = None
 
     @staticmethod
-    def open(run: Row, file: Path | None) -> Results:
-        """Continues `file` when it holds a run under the same conditions. UsageError when they differ."""
-        if file is None or not file.exists() or file.stat().st_size == 0:
+    def open(run: Row, file: Path | None, tell: Callable[[str], None] = lambda line: None) -> Results:
+        """Continues `file` when it holds a run under the same conditions. UsageError when they differ, or when it holds
+        anything else; it is left as it is. tell: one line for people, about a row that a crash cut."""
+        if file is None or _holds_nothing(file):
             results = Results(run, [], file)
+            if file is not None and file.exists() and file.stat().st_size:
+                tell(f"{file} holds only the cut beginning of a run: it begins anew")
+                os.truncate(file, 0)
             results._append(run)
             return results
         before, rows = read(file)
@@ -113,7 +119,8 @@ class Results:
                 "equal conditions to go on with it",
                 "give another -o FILE",
             )
-        _mend_last_line(file)
+        if _mend_last_line(file):
+            tell(f"the last row of {file} was cut: what it held is measured again")
         return Results(before, [row for row in rows if "error" not in row], file)
 
     def done(self, **cell: Any) -> Row | None:
@@ -144,19 +151,57 @@ class Results:
             raise K3Error(f"{self.file}: {problem.strerror}", "a file k3 may write", "give another -o FILE") from None
 
 
-def _mend_last_line(file: Path) -> None:
-    """What a crash left behind the last line's end would spoil the next one: a whole row gets its end, a part goes."""
+def _holds_nothing(file: Path) -> bool:
+    """Whether a run may begin in `file`: it is not there, is empty, or a crash or a full disk cut its very first line.
+
+    Such a line begins as every run does, whatever zeros the file system put in place of the rest.
+    """
+    try:
+        if file.stat().st_size == 0:  # so have pipes and devices, which are not to be read
+            return True
+        with file.open("rb") as source:
+            first = source.readline(1 << 20)
+            rest = source.read(1)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False  # whoever reads it says why
+    kept = first.rstrip(b"\0")
+    begun = bool(kept) and kept[: len(BEGINNING)] == BEGINNING[: len(kept)]
+    return begun and not first.endswith(b"\n") and not rest and not _whole(first)
+
+
+def _whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _mend_last_line(file: Path) -> bool:
+    """What a crash left behind the last line's end would spoil the next one: a whole row gets its end, a part goes.
+
+    Returns whether a part went.
+    """
     content = file.read_bytes()
     if content.endswith(b"\n"):
-        return
+        return False
     begin = content.rfind(b"\n") + 1
-    try:
-        json.loads(content[begin:])
-    except ValueError:
-        os.truncate(file, begin)
-    else:
+    if _whole(content[begin:]):
         with file.open("ab") as out:
             out.write(b"\n")
+        return False
+    os.truncate(file, begin)
+    return True
+
+
+def check_output(file: Path) -> None:
+    """UsageError or K3Error for a file that results can't go into, before anything is measured for it."""
+    if not _holds_nothing(file):
+        read(file)
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise K3Error(f"{file} cannot be written", "a file k3 may write", "give another -o FILE")
 
 
 def read(file: Path) -> tuple[Row, list[Row]]:

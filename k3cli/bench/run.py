@@ -151,12 +151,14 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     planned = planned_peak(config, kind, place, plan, tell, what.world)
     model, end = what.build(kind, window)
     try:
-        yield from _measured(ask, what, plan, model, planned, file)
+        yield from _measured(ask, what, plan, model, planned, file, tell)
     finally:
         end()
 
 
-def _measured(ask: Ask, what: Subject, plan: Plan, model: Any, planned: int, file: Path | None) -> Iterator[Row]:
+def _measured(
+    ask: Ask, what: Subject, plan: Plan, model: Any, planned: int, file: Path | None, tell: Callable[[str], None]
+) -> Iterator[Row]:
     made = peak(what.place)
     limits = ceilings(what.place, model.dtype, what.world)
     if what.place.type == "cuda":  # the peak to report is the model's, not that of measuring the machine
@@ -175,7 +177,7 @@ def _measured(ask: Ask, what: Subject, plan: Plan, model: Any, planned: int, fil
         bandwidth=limits[0],
         matrix_rate=limits[1],
     )
-    results = Results.open(run, file)
+    results = Results.open(run, file, tell)
     yield run
     ladder = Ladder(model, what.config, plan, limits)
     for row in ladder.climb(results):
@@ -274,10 +276,11 @@ def device_name(place: torch.device) -> str:
     return torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def operators(file: Path | None, ops: str | None = None) -> Iterator[Row]:
+def operators(file: Path | None, ops: str | None, tell: Callable[[str], None]) -> Iterator[Row]:
     """Every operator at K3's shapes against its floor, and against its peer where that is installed.
 
-    ops: benchmarks to run, with commas between; None: all. UsageError for others, and without a CUDA device.
+    ops: benchmarks to run, with commas between; None: all. tell: one line for people. UsageError for other benchmarks,
+    and without a CUDA device.
     """
     from k3_kernels.bench.rows import names, rows
 
@@ -302,7 +305,7 @@ def operators(file: Path | None, ops: str | None = None) -> Iterator[Row]:
         bandwidth=limits[0],
         matrix_rate=limits[1],
     )
-    results = Results.open(run, file)
+    results = Results.open(run, file, tell)
     yield run
     for found in rows(limits, lambda op, shape: results.done(row="kernel", op=op, shape=shape) is not None, wanted):
         yield results.add({"row": "kernel", **found})

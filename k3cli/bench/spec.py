@@ -257,7 +257,7 @@ def conversations(
         bandwidth=limits[0],
         matrix_rate=limits[1],
     )
-    results = Results.open(run, file)
+    results = Results.open(run, file, tell)
     yield run
     for text in request.texts:
         cells = [{"row": "spec", "text": text, "spec": spec, "temperature": request.heat(text)} for spec in specs]

@@ -154,6 +154,10 @@ def command(
         from k3cli.bench.show import can_plot
 
         can_plot(plot)
+    if output is not None:
+        from k3cli.bench.record import check_output
+
+        check_output(output)
     if spec is not None:
         from k3cli.bench.spec import conversations, read_request
 
@@ -164,7 +168,7 @@ def command(
         rows = conversations(settings, request, output, printer.notice)
     elif what == OPERATORS:
         one_piece(settings, printer)
-        rows = operators(output, ops)
+        rows = operators(output, ops, printer.notice)
     else:
         ask = Ask(
             settings,
