@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from k3_sessions import restoring
 from k3_sessions.blobs import Blobs, path_of
@@ -17,11 +16,9 @@ from k3_sessions.errors import Damaged, StoreError
 from k3_sessions.hints import read_hints
 from k3_sessions.identity import PrefixDigest, identity_digest
 from k3_sessions.objects import Blob, Kind
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import Kept, Ref, Root
 from k3_sessions.state_objects import fields_of, group_claims, groups_of, page_claims, read_state
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Findings:
             self.needs.setdefault(path, set()).add(name)
 
 
-def inspect(store: Store, names: Collection[str] | None) -> tuple[Findings, list[Ref], int]:
+def inspect(store: OpenStore, names: Collection[str] | None) -> tuple[Findings, list[Ref], int]:
     """Read everything afresh; returns findings, the readable refs, and the bytes read."""
     blobs = Blobs(store.fs)
     findings = Findings(Catalog(blobs), blobs)
@@ -84,7 +81,7 @@ def inspect(store: Store, names: Collection[str] | None) -> tuple[Findings, list
     return findings, refs, sum(size for size, _ in findings.jobs.values())
 
 
-def look(store: Store, findings: Findings, refs: Iterable[Ref]) -> None:
+def look(store: OpenStore, findings: Findings, refs: Iterable[Ref]) -> None:
     """Read everything these sessions need that was not read before."""
     for ref in refs:
         _inspect_session(findings.blobs, findings, ref)
@@ -159,7 +156,7 @@ def _inspect_boundary(blobs: Blobs, findings: Findings, ref: Ref, root: Root, en
         findings.want(hints.id, ref.name, hints.size, partial(read_hints, blobs, hints, seed, turn))
 
 
-def verify(store: Store, names: Sequence[str] | None) -> VerifyReport:
+def verify(store: OpenStore, names: Sequence[str] | None) -> VerifyReport:
     """See Store.verify."""
     began = time.perf_counter()
     chosen = None if names is None else {store.catalog.ref(name).name for name in names}

@@ -7,7 +7,7 @@ Where they are missing, all goes on without them; versions before 1.3 do not kno
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from k3_sessions.catalog import check_name
 from k3_sessions.errors import BadDraft, Damaged, StoreError
 from k3_sessions.identity import identity_digest
 from k3_sessions.objects import PREFIX, SECTION_DTYPES, Blob, Kind, Parts, header_end, pack, parse
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import REPAIR, TurnRecord
 from k3_sessions.restoring import check_root
 from k3_sessions.source import EndsEarly
 from k3_sessions.types import Array, Identity, RestorePlan, StateLayout
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
 
 HINT_BYTES = 16 * 1024 * 1024
 """Raw bytes that the hints of one turn may have: as much as a small part of a checkpoint."""
@@ -51,7 +49,7 @@ def taken(source: Any) -> dict[str, Array]:
 
 
 def put(
-    store: Store, arrays: Mapping[str, Array], seed: bytes, at: tuple[int, str], batch: Batch
+    store: OpenStore, arrays: Mapping[str, Array], seed: bytes, at: tuple[int, str], batch: Batch
 ) -> tuple[Blob | None, int, tuple[str, ...]]:
     """Store hints durably but for `objects/`, which is synced with `batch`; returns the bytes written, and notices.
 
@@ -99,7 +97,7 @@ def read_hints(blobs: Blobs, blob: Blob, seed: bytes, turn: TurnRecord) -> dict[
     return out
 
 
-def restore(store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout) -> dict[str, Array]:
+def restore(store: OpenStore, plan: RestorePlan, identity: Identity, layout: StateLayout) -> dict[str, Array]:
     """See Store.hints."""
     if plan.turn is None:
         return {}

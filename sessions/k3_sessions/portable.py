@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from k3_sessions import room, upkeep
 from k3_sessions.blobs import TEMP_PREFIX, Batch, is_id, path_of
@@ -27,10 +26,8 @@ from k3_sessions.common import now
 from k3_sessions.errors import BadName, Damaged, SessionExists, StoreError, os_errors
 from k3_sessions.fs import RealFS
 from k3_sessions.objects import Kind
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import Ref, read_ref, seal, unseal
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
 
 MAGIC = b"K3EXP\r\n\x1a"
 LIMIT_HEAD = 1 << 30
@@ -60,7 +57,7 @@ class ImportReport:
     objects: int
 
 
-def export(store: Store, name: str, file: str | os.PathLike[str]) -> ExportReport:
+def export(store: OpenStore, name: str, file: str | os.PathLike[str]) -> ExportReport:
     """See Store.export."""
     target = Path(file).expanduser().absolute()
     if not target.parent.is_dir():
@@ -89,7 +86,7 @@ def _taken(file: str | os.PathLike[str]) -> BadName:
     return BadName(f"file {file} exists", "a new file name", "choose another, or remove it")
 
 
-def _write_all(store: Store, name: str, out: RealFS, temp: str, file: str) -> tuple[int, int, tuple[str, ...]]:
+def _write_all(store: OpenStore, name: str, out: RealFS, temp: str, file: str) -> tuple[int, int, tuple[str, ...]]:
     """Write and sync the whole content; returns its bytes, the number of objects, and what was left out."""
     digest = hashlib.sha256()
     total = 0
@@ -115,7 +112,7 @@ def _write_all(store: Store, name: str, out: RealFS, temp: str, file: str) -> tu
     return total + digest.digest_size, len(need), notices
 
 
-def _leave_out(store: Store, need: Need) -> tuple[str, ...]:
+def _leave_out(store: OpenStore, need: Need) -> tuple[str, ...]:
     """Take hints that cannot be read out of `need`: the session is whole without them. What there is to say of it."""
     notices: list[str] = []
     for key, size in list(need.hints.items()):
@@ -135,7 +132,7 @@ def _head(ref: Ref, need: dict[str, int]) -> tuple[bytes, bytes]:
     return MAGIC + len(line).to_bytes(8, "little"), line
 
 
-def import_(store: Store, file: str | os.PathLike[str], name: str | None) -> ImportReport:
+def import_(store: OpenStore, file: str | os.PathLike[str], name: str | None) -> ImportReport:
     """See Store.import_."""
     source = Path(file).expanduser().resolve()
     if not source.is_file():
@@ -161,7 +158,7 @@ def import_(store: Store, file: str | os.PathLike[str], name: str | None) -> Imp
     new = check_name(ref.name if name is None else name)
     written: list[str] = []
     with store.owning(new):
-        if store.exists(new):
+        if store.catalog.find(new) is not None:
             raise SessionExists(f"session {new} exists", do="import it under another name with `--name NEW`")
         room.make(store, end, new)
         try:
@@ -195,7 +192,7 @@ def _read_head(line: bytes, file: str) -> tuple[Ref, list[tuple[str, int]]]:
 
 
 def _copy(
-    store: Store,
+    store: OpenStore,
     folder: RealFS,
     name: str,
     head: tuple[bytes, bytes],
@@ -221,7 +218,7 @@ def _copy(
             raise Damaged(f"{name} does not match its checksum", do="copy the file again", object=name)
 
 
-def _check_whole(store: Store, ref: Ref, objects: set[str], file: str) -> None:
+def _check_whole(store: OpenStore, ref: Ref, objects: set[str], file: str) -> None:
     """The session the file describes is complete and consistent with its objects."""
     store.catalog.root(ref.root)
     need = store.catalog.need(ref)
@@ -243,7 +240,7 @@ def _check_whole(store: Store, ref: Ref, objects: set[str], file: str) -> None:
             raise Damaged(f"{file} misstates turn {turn.id[:10]}", do="export the session again", object=file)
 
 
-def _take_back(store: Store, written: list[str]) -> None:
+def _take_back(store: OpenStore, written: list[str]) -> None:
     """Remove what a failed import brought; `gc` collects it if that is not possible now."""
     try:
         with store.alone():

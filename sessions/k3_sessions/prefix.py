@@ -7,24 +7,21 @@ closed with the rest. Comparing digests therefore compares every token, and refs
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from k3_sessions.errors import Damaged, FormatUnsupported
 from k3_sessions.identity import PrefixDigest, identity_digest
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import Ref
+from k3_sessions.restoring import plan
 from k3_sessions.types import HASH_BLOCK, Array, Identity, RestorePlan, StateLayout
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
-
 
 RECENT = 32
 """Sessions, newest first, whose tokens are compared to see how far a prompt is known beyond any checkpoint."""
 
 
-def find(store: Store, identity: Identity, layout: StateLayout, ids: Array) -> RestorePlan | None:
+def find(store: OpenStore, identity: Identity, layout: StateLayout, ids: Array) -> RestorePlan | None:
     """See Store.find_prefix. Sessions that cannot be read are passed over."""
     if ids.size and (ids.min() < 0 or ids.max() >= 2**32):
         return None
@@ -36,7 +33,7 @@ def find(store: Store, identity: Identity, layout: StateLayout, ids: Array) -> R
         if position > len(ids) or digest.at(position) != prefix:
             continue
         try:
-            found = store.plan(turn, identity, layout)
+            found = plan(store, store.record(turn), identity, layout, None)
         except (Damaged, FormatUnsupported):
             continue
         if found.boundary == position and store.catalog.turn(turn).prefix == prefix:
@@ -46,7 +43,7 @@ def find(store: Store, identity: Identity, layout: StateLayout, ids: Array) -> R
     return None
 
 
-def _usable(store: Store, ref: Ref, identity: Identity, layout: StateLayout) -> bool:
+def _usable(store: OpenStore, ref: Ref, identity: Identity, layout: StateLayout) -> bool:
     try:
         root = store.catalog.root(ref.root)
     except (Damaged, FormatUnsupported):
@@ -54,7 +51,7 @@ def _usable(store: Store, ref: Ref, identity: Identity, layout: StateLayout) -> 
     return root.identity == identity and root.layout == layout
 
 
-def _matched_blocks(store: Store, refs: list[Ref], ids: Array) -> int:
+def _matched_blocks(store: OpenStore, refs: list[Ref], ids: Array) -> int:
     """How many whole hash blocks of `ids` some recent session evaluated, with a checkpoint there or not."""
     best = 0
     # Looking further back would read every turn of every session for what only decides where to keep a checkpoint.

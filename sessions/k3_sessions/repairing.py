@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import orjson
 
@@ -22,11 +21,8 @@ from k3_sessions.checking import Findings, inspect, look
 from k3_sessions.common import new_tree, now
 from k3_sessions.errors import BadName, Damaged, StoreError, os_errors
 from k3_sessions.objects import Kind
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import Kept, Ref, TurnRecord, copied_root
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
-
 
 _NAME = re.compile(rb'"name":("[^"]*")')
 _HEAD = re.compile(rb'"head":"([0-9a-f]{64})"')
@@ -68,7 +64,7 @@ class RepairReport:
     written: tuple[str, ...] = ()
 
 
-def repair(store: Store, *, dry_run: bool) -> RepairReport:
+def repair(store: OpenStore, *, dry_run: bool) -> RepairReport:
     """See Store.repair."""
     with store.alone(), store.changing_refs():
         findings, refs, _ = inspect(store, None)
@@ -133,7 +129,7 @@ def _roots_from_copies(findings: Findings, refs: Sequence[Ref]) -> bool:
     return bool(findings.roots)
 
 
-def _write_roots(store: Store, findings: Findings, moved: Sequence[str]) -> None:
+def _write_roots(store: OpenStore, findings: Findings, moved: Sequence[str]) -> None:
     batch = Batch()
     for key, root in findings.roots.items():
         if path_of(key) in moved:
@@ -142,7 +138,7 @@ def _write_roots(store: Store, findings: Findings, moved: Sequence[str]) -> None
     store.blobs.settle(batch)
 
 
-def _set_aside(store: Store, path: str, *, copy: bool = False) -> None:
+def _set_aside(store: OpenStore, path: str, *, copy: bool = False) -> None:
     """Move a file into quarantine, or copy it where another one takes its place at once."""
     target = f"quarantine/{path.replace('/', '-')}.{secrets.token_hex(4)}"
     with os_errors("setting damaged files aside"):
@@ -218,7 +214,7 @@ def _told(findings: Findings, ref: Ref, after: Ref) -> SessionRepair:
     )
 
 
-def _named(store: Store, findings: Findings, path: str) -> Ref | None:
+def _named(store: OpenStore, findings: Findings, path: str) -> Ref | None:
     """A new ref in place of a damaged one that still tells whose it was: its file's name proves the session's name."""
     try:
         data = store.fs.read(path, 0, 1 << 24) if store.fs.info(path) is not None else b""
@@ -236,7 +232,7 @@ def _spelled(name: bytes) -> str:
         return ""
 
 
-def _ref_at(store: Store, findings: Findings, name: str, turns: Sequence[TurnRecord]) -> Ref:
+def _ref_at(store: OpenStore, findings: Findings, name: str, turns: Sequence[TurnRecord]) -> Ref:
     """A new ref whose head is the last of `turns`, with every joint boundary that is whole."""
     keep = tuple(
         Kept(turn.id, turn.position, turn.prefix)
@@ -247,7 +243,7 @@ def _ref_at(store: Store, findings: Findings, name: str, turns: Sequence[TurnRec
     return Ref(name, turns[0].root, new_tree(), stamp, stamp, turns[-1].id, keep)
 
 
-def _orphans(store: Store, findings: Findings, refs: Sequence[Ref]) -> list[Ref]:
+def _orphans(store: OpenStore, findings: Findings, refs: Sequence[Ref]) -> list[Ref]:
     """New refs for the ends of branches no readable session reaches: what is left where a ref or a turn was lost."""
     reached: set[str] = set()
     for ref in refs:
@@ -265,14 +261,14 @@ def _orphans(store: Store, findings: Findings, refs: Sequence[Ref]) -> list[Ref]
     return [_ref_at(store, findings, f"recovered-{key[:10]}", findings.catalog.path(key)) for key in ends]
 
 
-def _is_turn(store: Store, path: str) -> bool:
+def _is_turn(store: OpenStore, path: str) -> bool:
     try:
         return store.fs.read(path, 10, 2) == Kind.TURN.to_bytes(2, "little")
     except OSError:
         return False
 
 
-def _all_there(store: Store, findings: Findings, path: Sequence[TurnRecord]) -> bool:
+def _all_there(store: OpenStore, findings: Findings, path: Sequence[TurnRecord]) -> bool:
     try:
         blobs = [page.blob for page in findings.catalog.pages(path)] + list(path[-1].checkpoint)
     except StoreError:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from k3_sessions.blobs import path_of
 from k3_sessions.errors import BadDraft, Damaged, IdentityMismatch, SessionChanged
 from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
 from k3_sessions.objects import Blob, Kind
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import Page, Root, TurnRecord
 from k3_sessions.state_objects import (
     Group,
@@ -25,9 +26,6 @@ from k3_sessions.state_objects import (
     read_state,
 )
 from k3_sessions.types import DTYPES, HASH_BLOCK, Array, Identity, RestorePlan, StateLayout
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
 
 
 def check_root(root: Root, identity: Identity, layout: StateLayout, what: str) -> None:
@@ -42,7 +40,7 @@ def check_root(root: Root, identity: Identity, layout: StateLayout, what: str) -
         )
 
 
-def plan(store: Store, turn: TurnRecord, identity: Identity, layout: StateLayout, upto: int | None) -> RestorePlan:
+def plan(store: OpenStore, turn: TurnRecord, identity: Identity, layout: StateLayout, upto: int | None) -> RestorePlan:
     """See Store.plan."""
     target = turn.position if upto is None else upto
     if not 0 <= target <= turn.position:
@@ -118,7 +116,7 @@ class State:
 
 
 @contextmanager
-def reading(store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout) -> Iterator[list[Piece]]:
+def reading(store: OpenStore, plan: RestorePlan, identity: Identity, layout: StateLayout) -> Iterator[list[Piece]]:
     """What there is to read for a plan that names a turn, checkpoint first; the store stays locked meanwhile.
 
     Raises what `Store.restore` does; Damaged from inside the block turns into SessionChanged where that is what it is.
@@ -145,7 +143,7 @@ def reading(store: Store, plan: RestorePlan, identity: Identity, layout: StateLa
             raise
 
 
-def restore(store: Store, plan: RestorePlan, identity: Identity, layout: StateLayout) -> State:
+def restore(store: OpenStore, plan: RestorePlan, identity: Identity, layout: StateLayout) -> State:
     """See Store.restore."""
     if plan.turn is None:
         return State(0, {}, {})
@@ -179,7 +177,7 @@ class Piece:
 
 
 def _pieces(
-    store: Store, layout: StateLayout, seed: bytes, digest: PrefixDigest, turn: TurnRecord, pages: Sequence[Page]
+    store: OpenStore, layout: StateLayout, seed: bytes, digest: PrefixDigest, turn: TurnRecord, pages: Sequence[Page]
 ) -> list[Piece]:
     at = (turn.position, digest.at(turn.position))
     if at[1] != turn.prefix:
@@ -206,7 +204,7 @@ def _pieces(
     return pieces
 
 
-def run_all(store: Store, jobs: Sequence[Callable[[], None]]) -> None:
+def run_all(store: OpenStore, jobs: Sequence[Callable[[], None]]) -> None:
     """Run jobs on the workers; after the first failure the rest is skipped, and that failure is raised."""
     futures: list[Future[None]] = []
     try:
@@ -230,7 +228,7 @@ def abandon(futures: Iterable[Future[Any]]) -> None:
 
 
 def _read_group(
-    store: Store,
+    store: OpenStore,
     layout: StateLayout,
     seed: bytes,
     at: tuple[int, str],
@@ -243,7 +241,7 @@ def _read_group(
 
 
 def _read_block(
-    store: Store,
+    store: OpenStore,
     layout: StateLayout,
     seed: bytes,
     digest: PrefixDigest,

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from k3_sessions import upkeep
 from k3_sessions.common import now
 from k3_sessions.errors import SessionLocked, StoreError, StoreFull, os_errors
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import Ref
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
 
 
 @dataclass(frozen=True)
@@ -66,24 +63,24 @@ class Usage:
     floor: int
 
 
-def allocated(store: Store) -> int:
+def allocated(store: OpenStore) -> int:
     """Allocated bytes of everything under the root, foreign files included."""
     return sum(info.allocated for _, info in upkeep.files(store))
 
 
-def floor(store: Store) -> int:
+def floor(store: OpenStore) -> int:
     """Bytes that have to stay free."""
     return int(min(store.config.free_floor_bytes, store.config.free_floor_share * store.fs.space().total))
 
 
-def short(store: Store, more: int) -> tuple[int, int]:
+def short(store: OpenStore, more: int) -> tuple[int, int]:
     """Bytes by which `more` would pass the quota, and those by which it would enter the free-space floor."""
     quota = store.config.quota_bytes
     over = 0 if quota is None else max(0, allocated(store) + more - quota)
     return over, max(0, floor(store) + more - store.fs.space().free)
 
 
-def make(store: Store, more: int, name: str, beside: int = 0) -> tuple[tuple[str, ...], bool]:
+def make(store: OpenStore, more: int, name: str, beside: int = 0) -> tuple[tuple[str, ...], bool]:
     """Make sure `more` bytes fit, for a commit of session `name`. Returns sessions whose state gave way.
 
     beside: bytes on top of them for which nothing gives way; second comes whether they fit, too.
@@ -117,7 +114,7 @@ def make(store: Store, more: int, name: str, beside: int = 0) -> tuple[tuple[str
     return tuple(evicted), not beside
 
 
-def _evict(store: Store, more: int, name: str) -> list[str]:
+def _evict(store: OpenStore, more: int, name: str) -> list[str]:
     """Take state from sessions, least recently used first, until the quota allows `more`. Names of those that gave."""
     refs = sorted(store.catalog.refs()[0], key=lambda ref: ref.updated)
     touched: list[str] = []
@@ -132,7 +129,7 @@ def _evict(store: Store, more: int, name: str) -> list[str]:
     return touched
 
 
-def _shrink(store: Store, name: str, newest_only: bool, *, own: bool) -> bool:
+def _shrink(store: OpenStore, name: str, newest_only: bool, *, own: bool) -> bool:
     """Drop joint boundaries of one session; False if it is open or has none to give."""
     lock = None
     try:
@@ -157,7 +154,7 @@ def _shrink(store: Store, name: str, newest_only: bool, *, own: bool) -> bool:
             store.fs.unlock(lock)
 
 
-def usage(store: Store) -> Usage:
+def usage(store: OpenStore) -> Usage:
     """See Store.usage."""
     refs, broken = store.catalog.refs()
     needs = {}
@@ -214,7 +211,7 @@ def _split(objects: Mapping[str, int], holders: Mapping[str, int]) -> tuple[int,
     return sum(objects.values()) - shared, shared
 
 
-def _trees(store: Store, refs: list[Ref]) -> tuple[TreeUsage, ...]:
+def _trees(store: OpenStore, refs: list[Ref]) -> tuple[TreeUsage, ...]:
     trees: list[TreeUsage] = []
     for tree in sorted({ref.tree for ref in refs}):
         members = [ref for ref in refs if ref.tree == tree]

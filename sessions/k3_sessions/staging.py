@@ -7,14 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from k3_sessions.blobs import Batch
 from k3_sessions.errors import StoreError
 from k3_sessions.objects import Blob, Parts
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
+from k3_sessions.opened import OpenStore
 
 
 class Staging:
@@ -57,7 +54,7 @@ def new_memory(size: int, what: str) -> mmap.mmap:
 class Jobs:
     """Encoding, hashing and writing on the store's workers, within the staging bound. The first failure wins."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: OpenStore) -> None:
         self._store = store
         self.staging = Staging(store.config.staging_bytes)
         self._futures: list[Future[tuple[Blob, int]]] = []

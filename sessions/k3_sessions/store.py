@@ -3,108 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from k3_sessions import checking, hints, marker, portable, prefix, repairing, restoring, room, upkeep
-from k3_sessions.blobs import Blobs, write_file
-from k3_sessions.catalog import Catalog, check_name, file_id
-from k3_sessions.common import check_json, now
-from k3_sessions.config import StoreConfig
-from k3_sessions.errors import (
-    BadDraft,
-    BadName,
-    NetworkFilesystem,
-    SessionExists,
-    SessionMissing,
-    StoreError,
-    os_errors,
-)
-from k3_sessions.fs import NETWORK_TYPES, FileSystem, RealFS
+from k3_sessions import branches, checking, hints, portable, prefix, repairing, restoring, room, upkeep
+from k3_sessions.catalog import check_name
+from k3_sessions.common import check_json
+from k3_sessions.errors import BadDraft, SessionExists, SessionMissing, StoreError
 from k3_sessions.identity import check_layout, layout_digest
-from k3_sessions.locks import Locks
-from k3_sessions.records import Kept, Ref, TurnRecord
+from k3_sessions.opened import OpenStore
 from k3_sessions.streaming import Stream
 from k3_sessions.types import Array, Identity, RestoredState, RestorePlan, Session, StateLayout, Turn
 from k3_sessions.writer import SessionWriter
 
-T = TypeVar("T")
 MIN_ID = 6
 """Fewest digits of a turn id that select a turn."""
 
 
-class Store(Locks):
+class Store(OpenStore):
     """One store under one root. Methods may be called from several threads; a SessionWriter from one at a time."""
-
-    def __init__(self, fs: FileSystem, config: StoreConfig) -> None:
-        super().__init__(fs, config)
-        self.blobs = Blobs(fs)
-        self.catalog = Catalog(self.blobs)
-        self.workers = config.threads or min(16, os.cpu_count() or 1)
-        self.postponed: list[TurnRecord] = []  # thinned, but another process was using the store
-        self.swept = False  # whether leftovers of crashed processes were collected
-        self.format_fault = ""  # what is wrong with the FORMAT file of a store opened to be mended
-        self._pool: ThreadPoolExecutor | None = None
-
-    @classmethod
-    def open(
-        cls,
-        root: str | os.PathLike[str],
-        *,
-        fs: FileSystem | None = None,
-        config: StoreConfig | None = None,
-        mend: bool = False,
-    ) -> Store:
-        """Open the store at `root`, creating an empty one where there is nothing.
-
-        mend: also open one whose FORMAT file is damaged or gone, for `repair`, which then writes it again.
-        Raises FormatUnsupported (another major version, or a folder with other things in it), NetworkFilesystem,
-        StoreReadOnly, IOFailure.
-        """
-        config = config or StoreConfig()
-        with os_errors(f"opening the session store {root}"):
-            fs = fs or RealFS(root)
-            kind = fs.type_name()
-            if kind in NETWORK_TYPES and not config.force_network_fs:
-                raise NetworkFilesystem(
-                    f"{fs.where} is on {kind}",
-                    "a local file system, because locks and renames must not depend on another machine",
-                    "point K3_HOME at a local disk, or force it if nothing else will use the store",
-                )
-            fault = marker.check_format(fs, mend)
-        store = cls(fs, config)
-        store.format_fault = fault
-        return store
-
-    def write_format(self) -> None:
-        """Write the FORMAT file of a store that was opened to be mended."""
-        with os_errors("writing FORMAT"):
-            marker.write_format(self.fs)
-        self.format_fault = ""
-
-    def pool(self) -> ThreadPoolExecutor:
-        """Workers for encoding, hashing and disk; a few more than cores, since some wait for the disk."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.workers + 2, thread_name_prefix="k3-store")
-        return self._pool
-
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Run a job on the workers. Raises MemoryError where the system gives no thread."""
-        try:
-            return self.pool().submit(job)
-        except RuntimeError as error:
-            raise MemoryError(f"a thread of the session store: {error}") from error
-
-    def close(self) -> None:
-        """End the worker threads. The store may be used again."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
 
     # Looking
 
@@ -130,12 +50,7 @@ class Store(Locks):
 
     def turn(self, turn_id: str) -> Turn:
         """A turn by its full id."""
-        return self.catalog.public(self._record(turn_id), self.catalog.kept())
-
-    def _record(self, turn_id: str) -> TurnRecord:
-        if not (len(turn_id) == 64 and set(turn_id) <= set("0123456789abcdef")):
-            raise BadName(f"turn id {turn_id[:70]!r}", "64 hexadecimal digits")
-        return self.catalog.turn(turn_id)
+        return self.catalog.public(self.record(turn_id), self.catalog.kept())
 
     def log(self, name: str) -> list[Turn]:
         """Turns of a session from the first to its head."""
@@ -144,11 +59,11 @@ class Store(Locks):
     def lineage(self, turn_id: str) -> list[Turn]:
         """Turns from the first to this one, whatever session they belong to."""
         kept = self.catalog.kept()
-        return [self.catalog.public(turn, kept) for turn in self.catalog.path(self._record(turn_id).id)]
+        return [self.catalog.public(turn, kept) for turn in self.catalog.path(self.record(turn_id).id)]
 
     def tokens(self, turn_id: str) -> Array:
         """All token ids from the start of the session to the end of this turn, pending ones included: int64 [n]."""
-        return self.catalog.tokens(self.catalog.path(self._record(turn_id).id)).astype(np.int64)
+        return self.catalog.tokens(self.catalog.path(self.record(turn_id).id)).astype(np.int64)
 
     def find_turn(self, name: str, selector: str) -> Turn:
         """A turn of a session by mark, by number (0 is the first, -1 the head), or by the first digits of its id.
@@ -219,7 +134,7 @@ class Store(Locks):
         `damaged` tells of them.
         Raises IdentityMismatch, Damaged (the turns themselves), BadDraft (`upto` outside the turn's history).
         """
-        return restoring.plan(self, self._record(turn_id), identity, layout, upto)
+        return restoring.plan(self, self.record(turn_id), identity, layout, upto)
 
     def restore(self, plan: RestorePlan, identity: Identity, layout: StateLayout) -> RestoredState:
         """Read, hash and decompress everything `plan` names; nothing is returned unless all of it is right.
@@ -262,78 +177,18 @@ class Store(Locks):
         """
         return prefix.find(self, identity, layout, np.asarray(ids, dtype=np.int64))
 
-    # Refs
-
-    def save_ref(self, ref: Ref) -> None:
-        """Write a ref durably; the caller holds `changing_refs`."""
-        with os_errors(f"writing session {ref.name}"):
-            write_file(self.fs, f"refs/{file_id(ref.name)}", [ref.pack()])
-            self.fs.sync_dir("refs")
-
-    def _change(self, name: str, **changes: Any) -> Ref:
-        with self.changing_refs():
-            ref = replace(self.catalog.ref(name), updated=now(), **changes)
-            self.save_ref(ref)
-        return ref
+    # Names
 
     def fork(self, name: str, new: str, *, at: str | None = None) -> Session:
         """A new session that shares the turns of `name` up to turn `at` (default its head). Writes one small file.
 
         Raises SessionExists, SessionMissing, SessionLocked (somebody is just creating `new`).
         """
-        new = check_name(new)
-        with self.owning(new), self.using(), self.changing_refs():
-            source = self.catalog.ref(name)
-            if self.exists(new):
-                raise SessionExists(f"session {new} exists", do="choose another name for the fork")
-            head = source.head if at is None else self._record(at).id
-            keep = self._kept_up_to(source, head)
-            stamp = now()
-            ref = replace(
-                source,
-                name=new,
-                head=head,
-                keep=keep,
-                created=stamp,
-                updated=stamp,
-                marks={},
-                origin=(source.name, head),
-                pinned=False,
-                unknown={},
-            )
-            self.save_ref(ref)
-        return self.catalog.session(ref)
-
-    def _kept_up_to(self, ref: Ref, head: str) -> tuple[Kept, ...]:
-        """Boundaries of `ref` at or before its turn `head`. Reads only the turns after `head`."""
-        later: set[str] = set()
-        current: str | None = ref.head
-        while current != head:
-            if current is None:
-                raise SessionMissing(
-                    f"session {ref.name} has no turn {head[:10]}", do=f"`k3 log {ref.name}` lists them"
-                )
-            later.add(current)
-            current = self.catalog.turn(current).parent
-        return tuple(entry for entry in ref.keep if entry.turn not in later)
+        return branches.fork(self, name, new, at=at)
 
     def rename(self, name: str, new: str) -> Session:
         """Give a session another name. A crash half-way leaves it under both names, each whole."""
-        new = check_name(new)
-        with self.owning(check_name(name), new), self.changing_refs():
-            ref = self.catalog.ref(name)
-            if self.exists(new):
-                raise SessionExists(f"session {new} exists", do="choose another name")
-            ref = replace(ref, name=new, updated=now())
-            self.save_ref(ref)
-            self.drop_ref(name)
-        return self.catalog.session(ref)
-
-    def drop_ref(self, name: str) -> None:
-        """Remove a ref; the caller holds the session's lock, whose file goes with it, and `changing_refs`."""
-        with os_errors(f"removing session {name}"):
-            self.fs.remove(f"refs/{file_id(check_name(name))}")
-            self.fs.sync_dir("refs")
+        return branches.rename(self, name, new)
 
     def remove(self, name: str) -> upkeep.RemoveReport:
         """Delete a session and, at once, every object nothing else needs. Raises SessionLocked while it is written."""
@@ -341,39 +196,20 @@ class Store(Locks):
 
     def mark(self, name: str, turn_id: str, label: str) -> Session:
         """Name a turn; its checkpoint, if it still has one, is never thinned or evicted. Labels move if used again."""
-        if (label := check_name(label, "mark")).removeprefix("-").isdigit():
-            raise BadName(f"mark {label!r}", "a name that is not a number")
-        with self.changing_refs():
-            ref = self.catalog.ref(name)
-            if turn_id not in {turn.id for turn in self.catalog.path(ref.head)}:
-                raise SessionMissing(f"session {name} has no turn {turn_id[:10]}", do=f"`k3 log {name}` lists them")
-            ref = replace(ref, marks={**ref.marks, label: turn_id}, updated=now())
-            self.save_ref(ref)
-        return self.catalog.session(ref)
+        return branches.mark(self, name, turn_id, label)
 
     def unmark(self, name: str, label: str) -> Session:
         """Forget a mark. Raises BadName if there is none."""
-        with self.changing_refs():
-            ref = self.catalog.ref(name)
-            if label not in ref.marks:
-                marks = ", ".join(sorted(ref.marks))
-                raise BadName(
-                    f"session {name} has no mark {label!r}",
-                    f"one of {marks}" if marks else None,
-                    None if marks else f"it has none; `k3 mark {name} LABEL` sets one",
-                )
-            ref = replace(ref, marks={key: turn for key, turn in ref.marks.items() if key != label}, updated=now())
-            self.save_ref(ref)
-        return self.catalog.session(ref)
+        return branches.unmark(self, name, label)
 
     def set_meta(self, name: str, meta: Mapping[str, Any]) -> Session:
         """Replace the session's free meta data."""
         check_json(meta, "the session's meta data")
-        return self.catalog.session(self._change(name, meta=dict(meta)))
+        return branches.change(self, name, meta=dict(meta))
 
     def pin(self, name: str, pinned: bool = True) -> Session:
         """A pinned session is never evicted to make room."""
-        return self.catalog.session(self._change(name, pinned=pinned))
+        return branches.change(self, name, pinned=pinned)
 
     # Room and upkeep
 

@@ -7,18 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from k3_sessions.errors import BadDraft
+from k3_sessions.opened import OpenStore
 from k3_sessions.restoring import Piece, abandon
 from k3_sessions.staging import new_memory
 from k3_sessions.state_objects import fields_of
 from k3_sessions.types import DTYPES, HASH_BLOCK, Array, StateLayout
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
 
 _ALIGN = 64
 
@@ -30,7 +27,7 @@ class Stream:
     Arrays of `checkpoint_parts` are good until the next part, rows until rows of a later block are asked for.
     """
 
-    def __init__(self, store: Store, layout: StateLayout, position: int, pieces: Sequence[Piece]) -> None:
+    def __init__(self, store: OpenStore, layout: StateLayout, position: int, pieces: Sequence[Piece]) -> None:
         self.position = position
         self._store, self._layout, self._pieces = store, layout, pieces
         # Enough for every core to go on while the caller copies; more would only take memory.

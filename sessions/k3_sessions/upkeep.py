@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from k3_sessions.blobs import TEMP_PREFIX, is_id, path_of
 from k3_sessions.catalog import file_id
 from k3_sessions.errors import Damaged, StoreBusy, StoreError, os_errors
 from k3_sessions.fs import FileInfo
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import Ref, TurnRecord
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class RemoveReport:
     notices: tuple[str, ...] = ()
 
 
-def files(store: Store) -> Iterator[tuple[str, FileInfo]]:
+def files(store: OpenStore) -> Iterator[tuple[str, FileInfo]]:
     """Every file (and link, and stray thing) below the root, by path."""
     pending = [""]
     while pending:
@@ -62,7 +59,7 @@ def object_id(path: str) -> str:
     return key if is_id(key) and len(parts[1]) == 2 else ""
 
 
-def needed(store: Store, refs: Iterable[Ref]) -> dict[str, int]:
+def needed(store: OpenStore, refs: Iterable[Ref]) -> dict[str, int]:
     """All objects these sessions need: id -> stored bytes. Raises Damaged if one cannot be read."""
     found: dict[str, int] = {}
     for ref in refs:
@@ -70,7 +67,7 @@ def needed(store: Store, refs: Iterable[Ref]) -> dict[str, int]:
     return found
 
 
-def fork_points(store: Store, ref: Ref, ids: Sequence[str]) -> set[str]:
+def fork_points(store: OpenStore, ref: Ref, ids: Sequence[str]) -> set[str]:
     """Turns among `ids` (the branch of `ref`) at which another session of the tree branches off, or stands."""
     own = set(ids)
     points: set[str] = set()
@@ -91,7 +88,7 @@ def fork_points(store: Store, ref: Ref, ids: Sequence[str]) -> set[str]:
     return points
 
 
-def _delete(store: Store, ids: Iterable[str]) -> tuple[int, int]:
+def _delete(store: OpenStore, ids: Iterable[str]) -> tuple[int, int]:
     """Remove objects; returns bytes and count of those that were there."""
     freed = count = 0
     with os_errors("removing from the session store"):
@@ -105,7 +102,7 @@ def _delete(store: Store, ids: Iterable[str]) -> tuple[int, int]:
     return freed, count
 
 
-def delete_unneeded(store: Store, candidates: Iterable[str]) -> tuple[int, int]:
+def delete_unneeded(store: OpenStore, candidates: Iterable[str]) -> tuple[int, int]:
     """Remove those of `candidates` no session needs; the caller holds `alone`. Returns bytes and count.
 
     Raises Damaged, removing nothing, if some session's needs cannot be told.
@@ -119,7 +116,7 @@ def delete_unneeded(store: Store, candidates: Iterable[str]) -> tuple[int, int]:
     return freed
 
 
-def drop_checkpoints(store: Store, turns: Sequence[TurnRecord]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def drop_checkpoints(store: OpenStore, turns: Sequence[TurnRecord]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Remove the checkpoints of turns a session gave up, unless another session keeps them.
 
     Returns ids of the turns that have no checkpoint any more, and notices. Never raises for want of the lock or of
@@ -146,7 +143,7 @@ def drop_checkpoints(store: Store, turns: Sequence[TurnRecord]) -> tuple[tuple[s
         return (), (f"thinned checkpoints stay on disk: {error}",)
 
 
-def sweep_leftovers(store: Store) -> int:
+def sweep_leftovers(store: OpenStore) -> int:
     """Collect what crashed processes left, if there are signs of one and no other process is writing now.
 
     Signs are unfinished files, looked for once per open store, and a writer that died.
@@ -164,14 +161,14 @@ def sweep_leftovers(store: Store) -> int:
     return removed
 
 
-def gc(store: Store, *, dry_run: bool) -> GcReport:
+def gc(store: OpenStore, *, dry_run: bool) -> GcReport:
     """See Store.gc."""
     # Refs too: an unfinished ref may belong to a process that is writing it right now.
     with store.alone(), store.changing_refs():
         return _collect(store, dry_run=dry_run)
 
 
-def _collect(store: Store, *, dry_run: bool) -> GcReport:
+def _collect(store: OpenStore, *, dry_run: bool) -> GcReport:
     blocked = ""
     refs, broken = store.catalog.refs()
     wanted: dict[str, int] = {}
@@ -204,7 +201,7 @@ def _collect(store: Store, *, dry_run: bool) -> GcReport:
     return GcReport(tuple(sorted(removed)), size, leftovers, dry_run, blocked)
 
 
-def _unheld(store: Store, path: str, *, remove: bool) -> bool:
+def _unheld(store: OpenStore, path: str, *, remove: bool) -> bool:
     """Whether nobody holds a session's lock file; removed under its own lock, so that nobody can be taking it."""
     lock = store.fs.lock(path, shared=False, wait=0.0)
     if lock is None:
@@ -217,7 +214,7 @@ def _unheld(store: Store, path: str, *, remove: bool) -> bool:
     return True
 
 
-def remove(store: Store, name: str) -> RemoveReport:
+def remove(store: OpenStore, name: str) -> RemoveReport:
     """See Store.remove."""
     with store.owning(name), store.alone():
         notices: list[str] = []

@@ -11,49 +11,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from k3_sessions import hints, room, upkeep
 from k3_sessions.blobs import Batch
+from k3_sessions.committing import NewState, Waiting, page_row_bytes, write_ref, write_state, write_turns
 from k3_sessions.common import check_json, new_tree, now
 from k3_sessions.errors import BadDraft, IOFailure, SessionChanged, SessionMissing
 from k3_sessions.identity import PrefixDigest, check_identity, identity_digest
-from k3_sessions.objects import Blob
+from k3_sessions.opened import OpenStore
 from k3_sessions.records import Kept, Page, Ref, Root, TurnRecord
-from k3_sessions.staging import Jobs
 from k3_sessions.state_objects import (
-    check_array,
     check_checkpoint,
-    fields_of,
     groups_of,
-    pack_group,
-    pack_page,
-    row_bytes,
 )
-from k3_sessions.thinning import choose
-from k3_sessions.types import HASH_BLOCK, Array, CommitReport, Identity, StateLayout, StateSource, Turn, TurnDraft
-
-if TYPE_CHECKING:
-    from k3_sessions.store import Store
+from k3_sessions.types import Array, CommitReport, Identity, StateLayout, StateSource, Turn, TurnDraft
 
 TURN_OVERHEAD = 64 * 1024
 """Bytes a commit may need beside state and token ids, for the room check."""
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A turn that is not on disk yet."""
-
-    draft: TurnDraft
-    tokens: Array
-    created: str
 
 
 class SessionWriter:
@@ -65,7 +44,7 @@ class SessionWriter:
 
     def __init__(
         self,
-        store: Store,
+        store: OpenStore,
         name: str,
         lock: Any,
         ref: Ref | None,
@@ -81,7 +60,7 @@ class SessionWriter:
         self._layout = layout
         self._seed = identity_digest(identity)
         self._meta = meta
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         self._attempt: tuple[TurnRecord, ...] = ()
         self._exact = 0  # page rows before this position are known to be the ones on disk
         self._root = Root(identity, layout, fixed)
@@ -170,7 +149,7 @@ class SessionWriter:
             return self._store_waiting(source, checkpoint, beside)
 
     def _keep(self, draft: TurnDraft, tokens: Array) -> None:
-        self._waiting.append(_Waiting(draft, tokens, now()))
+        self._waiting.append(Waiting(draft, tokens, now()))
         self.accepted += 1
 
     def flush(self, source: StateSource) -> CommitReport | None:
@@ -213,7 +192,7 @@ class SessionWriter:
         groups = groups_of(self._layout)
         new_rows = position - min(exact, position)
         raw = (
-            new_rows * self._row_bytes()
+            new_rows * page_row_bytes(self._layout)
             + sum(group.raw_bytes for group in groups)
             + 4 * sum(len(w.tokens) for w in waiting)
         )
@@ -223,26 +202,25 @@ class SessionWriter:
 
         with store.using():
             batch = Batch()
-            pages, page_bytes, blobs, checkpoint_bytes = self._store_state(
-                source, checkpoint, digest, inherited, exact, position, batch
-            )
+            new = NewState(source, checkpoint, position, digest, self._seed)
+            state = write_state(store, self._layout, new, inherited, exact, batch)
             at = (position, digest.at(position))
             kept, more, failed = hints.put(store, beside if fit else {}, self._seed, at, batch)
-            checkpoint_bytes += more
-            root, _ = store.blobs.put(self._root.pack(), batch)
+            blob, _ = store.blobs.put(self._root.pack(), batch)
             store.blobs.settle(batch)
-            records = self._store_turns(waiting, digest, parent_pages, pages, blobs, kept, root.id, batch)
+            parent, root = (self._path[-1] if self._path else None), (blob.id, self._root)
+            records = write_turns(store, parent, waiting, digest, parent_pages, state, kept, root, batch)
             store.blobs.settle(batch)
             self._attempt = records
             with store.changing_refs():
-                dropped = self._point_ref_at(records, digest)
+                dropped = self._point_ref_at(records)
         self._stored(records)
         thinned, notices = upkeep.drop_checkpoints(store, dropped)
         return CommitReport(
             turn=store.catalog.public(records[-1], {records[-1].id}),
             bytes_written=batch.written,
-            bytes_pages=page_bytes,
-            bytes_checkpoint=checkpoint_bytes,
+            bytes_pages=state.page_bytes,
+            bytes_checkpoint=state.checkpoint_bytes + more,
             seconds=time.perf_counter() - began,
             thinned=thinned,
             notices=(*left_out, *failed, *notices),
@@ -268,11 +246,8 @@ class SessionWriter:
         self._exact = records[-1].position
         self._attempt = ()
 
-    def _row_bytes(self) -> int:
-        return sum(len(f.layers) * row_bytes(f) for f in fields_of(self._layout, "page"))
-
     def _inherited(
-        self, waiting: Sequence[_Waiting], parent: list[Page], digest: PrefixDigest
+        self, waiting: Sequence[Waiting], parent: list[Page], digest: PrefixDigest
     ) -> tuple[list[Page], int]:
         """Pages that may already hold this state's rows, and the position up to which they are known to."""
         given = [w.draft.restored for w in waiting if w.draft.restored is not None]
@@ -294,135 +269,16 @@ class SessionWriter:
             raise BadDraft(f"state restored from turn {origin.id[:10]}", "a turn whose tokens begin this session")
         return self._store.catalog.pages(path), plan.boundary
 
-    def _store_state(
-        self,
-        source: StateSource,
-        checkpoint: Mapping[str, Array],
-        digest: PrefixDigest,
-        inherited: Sequence[Page],
-        exact: int,
-        position: int,
-        batch: Batch,
-    ) -> tuple[list[Page], int, tuple[Blob, ...], int]:
-        """Write what is not on disk: pages of the whole history in order, and the checkpoint's groups."""
-        store, level = self._store, self._store.config.zstd_level
-        jobs = Jobs(store)
-        fields = fields_of(self._layout, "page")
-        spans = _spans(inherited, position)
-        known = {(page.start, page.stop): page for page in inherited}
-        pages: list[Page | Future[tuple[Blob, int]]] = []
-        with jobs.run():
-            # The checkpoint first: it is the largest part and needs no copy.
-            at = (position, digest.at(position))
-            groups = [
-                jobs.put(
-                    group.raw_bytes,
-                    partial(pack_group, self._layout, checkpoint, self._seed, group, at, level),
-                    batch,
-                )
-                for group in groups_of(self._layout)
-            ]
-            for start, stop in spans:
-                page = known.get((start, stop))
-                if page is not None and stop <= exact and not store.blobs.check(page.blob):
-                    pages.append(page)
-                    continue
-                size = (stop - start) * self._row_bytes()
-                jobs.staging.take(size)
-                try:
-                    arrays = {
-                        f.name: check_array(f, source.page_rows(f.name, start, stop), (len(f.layers), stop - start))
-                        for f in fields
-                    }
-                except BaseException:
-                    jobs.staging.give(size)
-                    raise
-                prefix = digest.at(stop)
-                pages.append(
-                    jobs.put(
-                        size,
-                        partial(pack_page, self._layout, arrays, self._seed, (start, stop), prefix, level),
-                        batch,
-                        taken=True,
-                    )
-                )
-        written = 0
-        final: list[Page] = []
-        for (start, stop), entry in zip(spans, pages, strict=True):
-            if isinstance(entry, Page):
-                final.append(entry)
-                continue
-            blob, size = entry.result()
-            written += size
-            final.append(Page(start, stop, blob))
-        stored = [group.result() for group in groups]
-        return final, written, tuple(blob for blob, _ in stored), sum(size for _, size in stored)
-
-    def _store_turns(
-        self,
-        waiting: Sequence[_Waiting],
-        digest: PrefixDigest,
-        parent_pages: Sequence[Page],
-        pages: Sequence[Page],
-        checkpoint: tuple[Blob, ...],
-        kept: Blob | None,
-        root: str,
-        batch: Batch,
-    ) -> tuple[TurnRecord, ...]:
-        """Write the turn objects; state hangs on the last one."""
-        same = 0
-        while same < min(len(parent_pages), len(pages)) and parent_pages[same] == pages[same]:
-            same += 1
-        end = parent_pages[-1].stop if parent_pages else 0
-        pages_from = pages[same].start if same < len(pages) else end
-        records: list[TurnRecord] = []
-        parent = self._path[-1] if self._path else None
-        for number, entry in enumerate(waiting):
-            last = number == len(waiting) - 1
-            record = TurnRecord(
-                parent=parent.id if parent else None,
-                root=root,
-                start=parent.total if parent else 0,
-                tokens=entry.tokens,
-                position=entry.draft.position,
-                prefix=digest.at(entry.draft.position),
-                created=entry.created,
-                meta=dict(entry.draft.meta),
-                pages_from=pages_from if last else end,
-                pages=tuple(pages[same:]) if last else (),
-                checkpoint=checkpoint if last else (),
-                root_copy=None if parent else self._root.to_json(),
-                hints=kept if last else None,
-            )
-            blob, _ = self._store.blobs.put(record.pack(self._store.config.zstd_level), batch)
-            parent = replace(record, id=blob.id, size=blob.size)
-            records.append(parent)
-        return tuple(records)
-
-    def _point_ref_at(self, records: Sequence[TurnRecord], digest: PrefixDigest) -> list[TurnRecord]:
-        """Replace the ref; returns the turns whose joint boundary this session gives up."""
-        store = self._store
-        head = records[-1]
-        new = Kept(head.id, head.position, head.prefix)
-        path = [*self._path, *records]
-        if not self._path:
-            ref = store.catalog.find(self.name)
-            if ref is not None:
-                raise SessionChanged(f"session {self.name} appeared while it was being created", do="open it again")
-            stamp = now()
-            ref = Ref(self.name, head.root, new_tree(), stamp, stamp, head.id, (new,), meta=self._meta)
-            store.save_ref(ref)
-            return []
-        ref = self._current_ref()
-        ids = [turn.id for turn in path]
-        marked = set(ref.marks.values())
-        protected = marked | {head.id} | upkeep.fork_points(store, ref, ids)
-        keep = choose(ids, (*ref.keep, new), protected, store.config.thinning)
-        apart = tuple(entry for entry in ref.keep if entry.turn in marked and entry.turn not in set(ids))
-        store.save_ref(replace(ref, head=head.id, keep=(*apart, *keep), updated=now(), evicted=""))
-        staying = {entry.turn for entry in (*apart, *keep)}
-        gone = {entry.turn for entry in ref.keep} - staying
-        return [turn for turn in path if turn.id in gone]
+    def _point_ref_at(self, records: Sequence[TurnRecord]) -> list[TurnRecord]:
+        """Replace the ref, or write the first one; returns the turns whose joint boundary this session gives up."""
+        if self._path:
+            return write_ref(self._store, self._current_ref(), [*self._path, *records])
+        if self._store.catalog.find(self.name) is not None:
+            raise SessionChanged(f"session {self.name} appeared while it was being created", do="open it again")
+        head, stamp = records[-1], now()
+        kept = (Kept(head.id, head.position, head.prefix),)
+        self._store.save_ref(Ref(self.name, head.root, new_tree(), stamp, stamp, head.id, kept, meta=self._meta))
+        return []
 
 
 @contextmanager
@@ -434,14 +290,3 @@ def _short_of_memory() -> Iterator[None]:
         raise IOFailure(
             f"storing a turn: memory ran out ({error})", do="free some; the next turn's save tries again"
         ) from error
-
-
-def _spans(pages: Sequence[Page], position: int) -> list[tuple[int, int]]:
-    """Row ranges of all pages up to `position`: those there are, then up to the end of each hash block."""
-    spans = [(page.start, page.stop) for page in pages if page.stop <= position]
-    at = spans[-1][1] if spans else 0
-    while at < position:
-        stop = min(position, at - at % HASH_BLOCK + HASH_BLOCK)
-        spans.append((at, stop))
-        at = stop
-    return spans

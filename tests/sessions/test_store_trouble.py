@@ -91,7 +91,7 @@ def test_exhausted_memory_loses_nothing(tmp_path, monkeypatch, where):
 def test_a_clock_that_runs_backwards_loses_nothing(tmp_path, monkeypatch):
     """Times are for people and for the order of eviction; nothing else may depend on them."""
     stamps = iter(f"20{60 - n:02}-01-01T00:00:00.000Z" for n in range(50))
-    for module in ("writer", "store", "room", "portable", "locks", "repairing"):
+    for module in ("writer", "committing", "branches", "room", "portable", "locks", "repairing"):
         monkeypatch.setattr(f"k3_sessions.{module}.now", lambda: next(stamps))
     store = Store.open(tmp_path / "s", config=CONFIG)
     tokens, turns = grow(store, "a", [600, 30, 30])
