@@ -13,6 +13,7 @@ import pickle
 import random
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +125,7 @@ def recall_fed(product: Product, library: Library, distance: int, questions: int
             exact += all(ok for kind, ok in right if kind == VALUE)
             same += all(ok for kind, ok in right if kind >= REPLY)
             seen.append(away)
-    return {
-        "what": "recall, answer fed",
-        "distance": distance,
-        "from": min(seen),
-        "to": max(seen),
-        "asked": asked,
-        "exact": round(exact / asked, 4),
-        "same": round(same / asked, 4),
-    }
+    return recalled("recall, answer fed", distance, seen, exact, same)
 
 
 def recall(product: Product, library: Library, distance: int, questions: int) -> dict[str, Any]:
@@ -156,15 +149,19 @@ def recall(product: Product, library: Library, distance: int, questions: int) ->
             seen.append(away)
             if not ok:
                 missed.append((unmark(text), value, response))
+    return recalled("recall", distance, seen, exact, same) | {"missed": missed}
+
+
+def recalled(what: str, distance: int, seen: Sequence[int], exact: int, same: int) -> dict[str, Any]:
+    """The row of a recall. seen: the true distance of each question asked."""
     return {
-        "what": "recall",
+        "what": what,
         "distance": distance,
         "from": min(seen),
         "to": max(seen),
-        "asked": asked,
-        "exact": round(exact / asked, 4),
-        "same": round(same / asked, 4),
-        "missed": missed,
+        "asked": len(seen),
+        "exact": round(exact / len(seen), 4),
+        "same": round(same / len(seen), 4),
     }
 
 

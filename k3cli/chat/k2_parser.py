@@ -25,8 +25,7 @@ class K2Parser(StreamParser):
     """
 
     def __init__(self, tokenizer: Tokenizer, mint: Callable[[], str] | None = None, *, recorded: bool = False) -> None:
-        super().__init__(tokenizer, mint)
-        self._recorded = recorded
+        super().__init__(tokenizer, mint, recorded)
         self._section_end = tokenizer.special("<|tool_calls_section_end|>")
         self._im_end = tokenizer.special("<|im_end|>")
         self._marks: dict[int, Callable[[], None]] = {
@@ -42,7 +41,6 @@ class K2Parser(StreamParser):
             self._think_end = tokenizer.special("</think>")
             self._marks[tokenizer.special("<think>")] = self._begin_think
             self._marks[self._think_end] = self._leave_think
-        self._stops = tokenizer.specials_among("[EOS]", "[EOT]")
         self._place: Place = "text"
         self._held = ""
         self._call: OpenCall | None = None
@@ -64,13 +62,8 @@ class K2Parser(StreamParser):
         self._body(self._decoder.flush())
         if token in self._marks:
             self._marks[token]()
-        elif token in self._stops:
-            if not self._recorded:
-                self._cut()
-                self._end("stop")
         else:
-            name = self._tokenizer.special_names.get(token, "out of the vocabulary")
-            self._malformed("stray-token", f"{name} (id {token})")
+            self._stop_or_stray(token)
 
     def _body(self, text: str) -> None:
         if self._place == "text":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 from k3cli.errors import UsageError
 
@@ -16,39 +16,13 @@ MAX_TOOL_NAME = 256
 """Longest tool name, characters; what Moonshot's verifier demands."""
 
 
-class Function(TypedDict, total=False):
-    name: str
-    arguments: str | dict[str, Any]
-
-
-class CallShape(TypedDict, total=False):
-    id: str
-    type: Literal["function"]
-    index: int
-    function: Function
-
-
-class Message(TypedDict, total=False):
-    """One message. Which keys go with which role: `_KEYS`. `content` is text or a list of text parts."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None
-    name: str
-    tools: list[dict[str, Any]]
-    reasoning_content: str | None
-    reasoning: str | None
-    tool_calls: list[CallShape]
-    tool_call_id: str
-    id: str
-    tool: str
-
-
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "system": ("role", "content", "name", "tools"),
     "user": ("role", "content", "name"),
     "assistant": ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls"),
     "tool": ("role", "content", "tool", "name", "tool_call_id", "id"),
 }
+"""What a message of each role may hold. Content is text or a list of text parts."""
 _REQUEST_KEYS = ("messages", "tools", "thinking", "effort", "tool_choice", "response_format")
 _MEDIA = ("image", "image_url", "video", "video_url", "input_audio", "audio_url", "file")
 

@@ -48,8 +48,11 @@ class StreamParser(ABC):
     nothing more may be fed. `close_ids` and `message` can be asked at any time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, mint: Callable[[], str] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, mint: Callable[[], str] | None, recorded: bool) -> None:
+        """mint: makes the ids of calls that have none. recorded: the ids are history, in which nothing ends here."""
         self.ended = False
+        self._recorded = recorded
+        self._stops = tokenizer.specials_among("[EOS]", "[EOT]")
         self._tokenizer = tokenizer
         self._mint = mint or random_call_id
         self._events: list[ChatEvent] = []
@@ -108,6 +111,15 @@ class StreamParser(ABC):
     def _end(self, reason: str) -> None:
         self.ended = True
         self._events.append(End(reason))
+
+    def _stop_or_stray(self, token: int) -> None:
+        """An id that is neither text nor a mark of the format."""
+        if token not in self._stops:
+            name = self._tokenizer.special_names.get(token, "out of the vocabulary")
+            self._malformed("stray-token", f"{name} (id {token})")
+        elif not self._recorded:
+            self._cut()
+            self._end("stop")
 
     def _malformed(self, reason: str, detail: str) -> None:
         shown = detail if len(detail) <= _DETAIL else detail[: _DETAIL - 3] + "..."

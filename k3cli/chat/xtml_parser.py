@@ -54,13 +54,11 @@ class XtmlParser(StreamParser):
     def __init__(
         self, tokenizer: Tokenizer, channel: Literal["think", "response"] | None, mint: Callable[[], str] | None = None
     ) -> None:
-        super().__init__(tokenizer, mint)
+        super().__init__(tokenizer, mint, recorded=channel is None)
         self._open = tokenizer.special("<|open|>")
         self._close = tokenizer.special("<|close|>")
         self._sep = tokenizer.special("<|sep|>")
         self._eom = tokenizer.special("<|end_of_msg|>")
-        self._stops = tokenizer.specials_among("[EOS]", "[EOT]")
-        self._recorded = channel is None
         self._channel: Channel | None = None
         self._seen: set[Channel] = set()
         self._tag: HalfTag | None = None
@@ -92,13 +90,8 @@ class XtmlParser(StreamParser):
             self._tag = HalfTag(token == self._open, bytearray())
         elif token == self._eom:
             self._finish_message()
-        elif token in self._stops:
-            if not self._recorded:
-                self._cut()
-                self._end("stop")
         else:
-            name = self._tokenizer.special_names.get(token, "out of the vocabulary")
-            self._malformed("stray-token", f"{name} (id {token})")
+            self._stop_or_stray(token)
 
     def _flush(self) -> None:
         """Before a marker: give out what is held back, and report what has no place."""

@@ -12,6 +12,7 @@ from k3cli.commands.output import Printer
 
 
 def command(
+    ctx: typer.Context,
     dash: opt.Dash = None,
     session: Annotated[
         str | None,
@@ -52,29 +53,10 @@ def command(
     """
     from k3cli.commands.drafts import Drafts
     from k3cli.commands.names import new_name
-    from k3cli.commands.runtime import open_store, refuse_existing, settings_from
+    from k3cli.commands.runtime import open_store, refuse_existing, setting_options, settings_from
     from k3cli.commands.talk import talk
 
-    settings = settings_from(
-        {
-            "effort": effort,
-            "no_thinking": no_thinking,
-            "hide_thinking": hide_thinking,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "spec": spec,
-            "window": window,
-            "model": model,
-            "device": device,
-            "dtype": dtype,
-            "gpus": gpus,
-            "require_cached": require_cached,
-        }
-    )
+    settings = settings_from(setting_options(ctx.params))
     printer = Printer(json=json, hide_thinking=settings.hide_thinking)
     request = read_request(
         prompt,

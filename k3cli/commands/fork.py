@@ -14,6 +14,7 @@ from k3cli.errors import UsageError
 
 
 def command(
+    ctx: typer.Context,
     name: opt.SessionArgument,
     new: Annotated[
         str | None, typer.Argument(metavar="[NEW]", help="Name of the fork; one is made up if absent.")
@@ -44,24 +45,9 @@ def command(
     stderr.
     """
     from k3cli.commands.names import find_turn, new_name
-    from k3cli.commands.runtime import open_store, refuse_existing, require_session, settings_from
+    from k3cli.commands.runtime import open_store, refuse_existing, require_session, setting_options, settings_from
 
-    answering = {
-        "hide_thinking": hide_thinking,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "max_tokens": max_tokens,
-        "spec": spec,
-        "window": window,
-        "model": model,
-        "device": device,
-        "dtype": dtype,
-        "gpus": gpus,
-        "require_cached": require_cached,
-    }
+    answering = setting_options(ctx.params)
     settings = settings_from(answering)
     if ephemeral and prompt is None:
         raise UsageError("--ephemeral without a prompt", "-p TEXT: such a fork exists only for its answer")

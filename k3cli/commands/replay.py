@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def command(
+    ctx: typer.Context,
     name: opt.SessionArgument,
     first: Annotated[str | None, typer.Option("--from", metavar="TURN", help="First turn to run again.")] = None,
     last: Annotated[str | None, typer.Option("--to", metavar="TURN", help="Last turn to run again.")] = None,
@@ -47,7 +48,7 @@ def command(
     """
     from k3_sessions.errors import IdentityMismatch
 
-    from k3cli.commands.runtime import open_store, other_model, require_session, settings_from
+    from k3cli.commands.runtime import open_store, other_model, require_session, setting_options, settings_from
 
     wanted = given({"--show": show, "--score": score, "--into": into})
     if len(wanted) > 1:
@@ -61,9 +62,7 @@ def command(
     if show:
         running = {"--device": device, "--dtype": dtype, "--gpus": gpus}
         refuse_unused(running, "with --show", "none of them: a transcript is read, not run")
-    settings = settings_from(
-        {"effort": effort, "no_thinking": no_thinking, "model": model, "device": device, "dtype": dtype, "gpus": gpus}
-    )
+    settings = settings_from(setting_options(ctx.params))
     printer = Printer(json=json)
     store = open_store(settings)
     require_session(store, name)

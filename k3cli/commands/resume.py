@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import typer
+
 from k3cli.commands import options as opt
 from k3cli.commands.inputs import read_request
 from k3cli.commands.output import Printer
 
 
 def command(
+    ctx: typer.Context,
     name: opt.SessionArgument,
     dash: opt.Dash = None,
     at: opt.At = None,
@@ -39,27 +42,10 @@ def command(
     """
     from k3cli.commands.drafts import Drafts
     from k3cli.commands.names import find_turn
-    from k3cli.commands.runtime import open_store, require_session, settings_from
+    from k3cli.commands.runtime import open_store, require_session, setting_options, settings_from
     from k3cli.commands.talk import talk
 
-    settings = settings_from(
-        {
-            "hide_thinking": hide_thinking,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "spec": spec,
-            "window": window,
-            "model": model,
-            "device": device,
-            "dtype": dtype,
-            "gpus": gpus,
-            "require_cached": require_cached,
-        }
-    )
+    settings = settings_from(setting_options(ctx.params))
     printer = Printer(json=json, hide_thinking=settings.hide_thinking)
     request = read_request(
         prompt,

@@ -153,6 +153,11 @@ def recommended_sampling(model_ref: str) -> dict[str, Any]:
         raise ModelError(f"{file} has {found}", f"for each key what the settings allow ({problem})") from None
 
 
+def setting_options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a command's parameters (`Context.params`) those that are settings: each has the name of its key."""
+    return {key: value for key, value in params.items() if key in KEYS or key == "no_thinking"}
+
+
 def settings_from(options: Mapping[str, Any]) -> Settings:
     """Settings with command-line values, where switches that were not given count as not set."""
     known = {key: (value if value is not False else None) for key, value in options.items()}

@@ -37,7 +37,6 @@ class FileInfo:
 
     size: int
     allocated: int
-    mtime_ns: int
     inode: int
     kind: Literal["file", "dir", "other"]
 
@@ -343,7 +342,7 @@ def _info(found: os.stat_result) -> FileInfo:
         kind = "file"
     elif stat.S_ISDIR(found.st_mode):
         kind = "dir"
-    return FileInfo(found.st_size, found.st_blocks * 512, found.st_mtime_ns, found.st_ino, kind)
+    return FileInfo(found.st_size, found.st_blocks * 512, found.st_ino, kind)
 
 
 def _sync_directory(path: Path) -> None:

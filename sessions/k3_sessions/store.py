@@ -19,9 +19,6 @@ from k3_sessions.streaming import Stream
 from k3_sessions.types import Array, Identity, RestoredState, RestorePlan, Session, StateLayout, Turn
 from k3_sessions.writer import SessionWriter
 
-MIN_ID = 6
-"""Fewest digits of a turn id that select a turn."""
-
 
 class Store(OpenStore):
     """One store under one root. Methods may be called from several threads; a SessionWriter from one at a time."""
@@ -64,31 +61,6 @@ class Store(OpenStore):
     def tokens(self, turn_id: str) -> Array:
         """All token ids from the start of the session to the end of this turn, pending ones included: int64 [n]."""
         return self.catalog.tokens(self.catalog.path(self.record(turn_id).id)).astype(np.int64)
-
-    def find_turn(self, name: str, selector: str) -> Turn:
-        """A turn of a session by mark, by number (0 is the first, -1 the head), or by the first digits of its id.
-
-        Raises BadName, SessionMissing.
-        """
-        ref = self.catalog.ref(name)
-        kept = self.catalog.kept()
-        if selector in ref.marks:
-            return self.catalog.public(self.catalog.turn(ref.marks[selector]), kept)
-        path = self.catalog.path(ref.head)
-        number = selector.removeprefix("-")
-        if number.isdigit() and len(number) < MIN_ID:
-            at = int(selector)
-            if not -len(path) <= at < len(path):
-                raise SessionMissing(f"session {name} has no turn {selector}", f"0 to {len(path) - 1}")
-            return self.catalog.public(path[at], kept)
-        hits = [turn for turn in path if turn.id.startswith(selector)] if len(selector) >= MIN_ID else []
-        if len(hits) != 1:
-            raise SessionMissing(
-                f"session {name} has {'several turns' if hits else 'no turn'} {selector!r}",
-                f"a mark, a number, or at least {MIN_ID} digits of a turn id",
-                f"`k3 log {name}` lists them",
-            )
-        return self.catalog.public(hits[0], kept)
 
     # Writing turns, reading state
 

@@ -130,7 +130,7 @@ def test_memory_and_files() -> None:
         (("replay", "a", "--system", "", "--no-thinking"), ("--system and --no-thinking without --into",)),
         (("replay", "a", "--show", "--dtype", "float32", "--gpus", "2"), ("--dtype and --gpus with --show",)),
         (("fork", "a", "--seed", "1"), ("--seed without a prompt", "-p TEXT")),
-        (("fork", "a", "--model", "m", "--hide-thinking"), ("--hide-thinking and --model without a prompt",)),
+        (("fork", "a", "--model", "m", "--hide-thinking"), ("--model and --hide-thinking without a prompt",)),
         (("fork", "a", "--draft-from", "x", "--require-cached"), ("--require-cached and --draft-from without",)),
         (("mark", "a", "b", "--remove", "--at", "1"), ("--remove with --at",)),
     ],

@@ -209,8 +209,8 @@ class SimFS:
     @staticmethod
     def _info(node: Any) -> FileInfo:
         if isinstance(node, Folder):
-            return FileInfo(0, 0, 0, node.inode, "dir")
-        return FileInfo(len(node.data), _blocks(len(node.data)), 0, node.inode, "file")
+            return FileInfo(0, 0, node.inode, "dir")
+        return FileInfo(len(node.data), _blocks(len(node.data)), node.inode, "file")
 
     def space(self) -> Space:
         with self._mutex:

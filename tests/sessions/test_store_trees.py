@@ -163,7 +163,7 @@ def test_marked_turn_is_never_thinned(store):
     _, turns = grow(store, "a", [20] * 3)
     store.mark("a", turns[1].id, "here")
     grow(store, "a", [20] * 40, create=False, seed=4)
-    assert store.find_turn("a", "here").has_checkpoint
+    assert store.turn(store.session("a").marks["here"]).has_checkpoint
     store.unmark("a", "here")
     grow(store, "a", [20], create=False, seed=5)
     assert not store.turn(turns[1].id).has_checkpoint
