@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from k3_kernels import attnres, conv, kda, mla, moe, norm, select
+from k3_kernels import attnres, conv, kda, linear, mla, moe, norm, select
 from k3_kernels.activation import reference as activation
 from k3_kernels.kda.step import choice as step_choice
 from k3_kernels.moe import Experts
@@ -44,6 +44,10 @@ def kernel_choices(config: ModelConfig, device: torch.device, dtype: torch.dtype
         sources = torch.empty(deepest, 0, config.hidden, dtype=dtype, device=device)
         found["attnres.mix_norm"] = attnres.choice(sources)
     wide = torch.empty(0, config.hidden, dtype=dtype, device=device)
+    found["linear.few"] = linear.choice(
+        torch.empty(window, config.hidden, dtype=dtype, device=device),
+        torch.empty(0, config.hidden, dtype=dtype, device=device),
+    )
     found["norm.rms_norm"] = norm.choice(wide)
     found["activation"] = activation.choice(wide)
     return found

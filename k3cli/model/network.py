@@ -313,43 +313,45 @@ class K3Model:
 
     def _attention(self, index: int, x: Tensor, now: Pass) -> Tensor:
         weights, place = self.weights.layers[index].attention, self._place[index]
-        if isinstance(weights, KdaWeights):
-            with marked("kda"):
-                return self._kda(weights, x, now, place)
-        with marked("mla"):
-            return self._mla(weights, x, now, place)
+        with marked("kda" if isinstance(weights, KdaWeights) else "mla"):
+            projected = now.linear(x, weights.proj)
+            if isinstance(weights, KdaWeights):
+                part = self._kda(weights, projected, now, place)
+            else:
+                part = self._mla(weights, projected, now, place)
+            return self._sum(part)
 
-    def _kda(self, w: KdaWeights, x: Tensor, now: Pass, place: int) -> Tensor:
-        """x [T, D] normed -> [T, D]."""
+    def _kda(self, w: KdaWeights, projected: Tensor, now: Pass, place: int) -> Tensor:
+        """projected [T, q | k | v | gate | ...] -> this rank's part of [T, D]."""
         cfg = self.config.kda
-        shape = (x.shape[0], cfg.heads, cfg.head_dim)
-        qkv, gate, f_a, b = F.linear(x, w.proj).split([3 * cfg.width, w.gate_width, cfg.head_dim, cfg.heads], dim=-1)
-        gate = (gate if w.g_b is None else F.linear(gate, w.g_b)).view(shape)
-        f = F.linear(f_a, w.f_b).view(shape)
-        return self._sum(F.linear(now.kda(place, w, qkv, f, b, gate), w.o_proj))
+        shape = (projected.shape[0], cfg.heads, cfg.head_dim)
+        qkv, gate, f_a, b = projected.split([3 * cfg.width, w.gate_width, cfg.head_dim, cfg.heads], dim=-1)
+        gate = (gate if w.g_b is None else now.linear(gate, w.g_b)).view(shape)
+        f = now.linear(f_a, w.f_b).view(shape)
+        return now.linear(now.kda(place, w, qkv, f, b, gate), w.o_proj)
 
-    def _mla(self, w: MlaWeights, x: Tensor, now: Pass, place: int) -> Tensor:
-        """x [T, D] normed -> [T, D]."""
-        cfg, T = self.config.mla, x.shape[0]
-        projected = F.linear(x, w.proj).split(list(w.parts.values()), dim=-1)
-        q, latent = projected[0], projected[1]
+    def _mla(self, w: MlaWeights, projected: Tensor, now: Pass, place: int) -> Tensor:
+        """projected [T, q | latent | ...] -> this rank's part of [T, D]."""
+        cfg, T = self.config.mla, projected.shape[0]
+        parts = projected.split(list(w.parts.values()), dim=-1)
+        q, latent = parts[0], parts[1]
         if w.q_norm is not None and w.q_b is not None:
-            q = F.linear(rms_norm(q, w.q_norm, cfg.latent_norm_eps), w.q_b)
+            q = now.linear(rms_norm(q, w.q_norm, cfg.latent_norm_eps), w.q_b)
         q = q.reshape(T, cfg.heads, cfg.nope_dim + cfg.pe_dim)
         c, k_pe = latent.split([cfg.kv_rank, cfg.pe_dim], dim=-1)
         row = torch.cat((rms_norm(c, w.kv_norm, cfg.latent_norm_eps), k_pe), -1)
         out = now.mla(place, w, q, row, self._scale).reshape(T, cfg.heads * cfg.v_dim)
         if cfg.output_gate:
-            out = out * torch.sigmoid(projected[2])
-        return self._sum(F.linear(out, w.o_proj))
+            out = out * torch.sigmoid(parts[2])
+        return now.linear(out, w.o_proj)
 
     def _mlp(self, index: int, x: Tensor, now: Pass) -> Tensor:
         """x [T, D] normed -> [T, D]."""
         w = self.weights.layers[index].mlp
         if isinstance(w, MlpWeights):
             with marked("mlp"):
-                gate, up = F.linear(x, w.gate_up).chunk(2, dim=-1)
-                return self._sum(F.linear(self.act(gate, up), w.down))
+                gate, up = now.linear(x, w.gate_up).chunk(2, dim=-1)
+                return self._sum(now.linear(self.act(gate, up), w.down))
         with marked("moe"):
             return self._moe(w, x, now)
 
@@ -368,12 +370,12 @@ class K3Model:
                 scale=cfg.scale,
             )
         inner = cfg.latent or 0
-        projected = x if w.proj is None else F.linear(x, w.proj)
+        projected = x if w.proj is None else now.linear(x, w.proj)
         z = projected[:, :inner] if inner else x
         shared = None
         if now.aside is not None:
             with now.aside.run(SHARED):
-                shared = self._shared(w, projected[:, inner:])
+                shared = self._shared(w, projected[:, inner:], now)
         _join(now, ROUTE)
         if w.places is not None:
             ids = w.places[ids]
@@ -381,21 +383,21 @@ class K3Model:
         routed = now.experts(z, ids, weights, w.experts, self.act)
         _join(now, SHARED)
         if now.aside is None:
-            shared = self._shared(w, projected[:, inner:])
+            shared = self._shared(w, projected[:, inner:], now)
         if self._world is not None:
             routed, shared = self._world.sum_both(routed, shared) if shared is not None else (self._sum(routed), None)
         if w.latent_norm is not None:
             routed = rms_norm(routed, w.latent_norm, self.config.norm_eps)
-        if w.latent_up is None:
-            return routed if shared is None else shared + routed
-        return F.linear(routed, w.latent_up) if shared is None else shared.addmm_(routed, w.latent_up.t())
+        if w.latent_up is not None:
+            return now.linear(routed, w.latent_up, shared)
+        return routed if shared is None else shared + routed
 
-    def _shared(self, w: MoeWeights, x: Tensor) -> Tensor | None:
+    def _shared(self, w: MoeWeights, x: Tensor, now: Pass) -> Tensor | None:
         """What the shared experts put out [T, D] of x [T, gate | up], if there are any."""
         if w.shared_down is None:
             return None
         gate, up = x.chunk(2, dim=-1)
-        return F.linear(self.act(gate, up), w.shared_down)
+        return now.linear(self.act(gate, up), w.shared_down)
 
 
 def _beside(now: Pass, number: int) -> AbstractContextManager[None]:

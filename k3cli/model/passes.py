@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from k3_kernels import conv, kda, mla, moe
+import torch.nn.functional as F
+from k3_kernels import conv, kda, linear, mla, moe
 from k3_kernels.activation import Activation
 from k3_kernels.kda import StepLog, StepWeights
 from k3_kernels.norm import gated_rms_norm
@@ -38,6 +39,10 @@ class Pass(Protocol):
 
     def experts(self, z: Tensor, ids: Tensor, weights: Tensor, experts: moe.Experts, act: Activation) -> Tensor:
         """z [T, L], ids and weights [T, k] -> [T, L]."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
+        """x [T, K], weight [N, K] -> [T, N], added to `add`, which is nobody's afterwards, if there is one."""
         ...
 
 
@@ -71,6 +76,9 @@ class Chunk:
 
     def experts(self, z: Tensor, ids: Tensor, weights: Tensor, experts: moe.Experts, act: Activation) -> Tensor:
         return moe.experts_grouped(z, ids, weights, experts, act)
+
+    def linear(self, x: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight) if add is None else add.addmm_(x, weight.t())
 
 
 class KdaLayer(NamedTuple):
@@ -108,6 +116,9 @@ class Window:
 
     def experts(self, z: Tensor, ids: Tensor, weights: Tensor, experts: moe.Experts, act: Activation) -> Tensor:
         return moe.experts_window(z, ids, weights, experts, act, self.cursor, self.n)
+
+    def linear(self, x: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
+        return linear.few(x, weight, add)
 
 
 def stacked(layers: list[KdaWeights], lower_bound: float | None, eps: float) -> StepWeights:

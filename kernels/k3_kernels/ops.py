@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3_kernels import attnres, conv, kda, mla, moe, norm, ranks
+from k3_kernels import attnres, conv, kda, linear, mla, moe, norm, ranks
 from k3_kernels.activation import Situ, Swiglu
 from k3_kernels.kda.reference import recurrent
 
@@ -251,6 +251,14 @@ def gated_definition(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Ten
     return x64 / (x64.square().mean(-1, keepdim=True) + eps).sqrt() * _double(weight) / (1 + (-_double(gate)).exp())
 
 
+def product_inputs(T: int, dtype: torch.dtype, random: torch.Generator) -> Inputs:
+    return tuple(torch.randn(rows, 48, generator=random).to(dtype) for rows in (T, 72))
+
+
+def product_definition(x: Tensor, weight: Tensor) -> Tensor:
+    return _double(x) @ _double(weight).t()
+
+
 def rows_inputs(T: int, dtype: torch.dtype, random: torch.Generator) -> Inputs:
     """Ids before, in and behind a part of 9 rows that begins with id 7."""
     return torch.randint(0, 24, (T,), generator=random), torch.randn(9, 20, generator=random).to(dtype), 7
@@ -314,6 +322,7 @@ OPS: tuple[Op, ...] = (
     ),
     Op("attnres.mix_norm", attnres.mix_norm, mix_definition, mix_inputs, {**BOTH, torch.bfloat16: 1e-2}, SUMS),
     Op("norm.gated_rms_norm", norm.gated_rms_norm, gated_definition, gated_inputs, BOTH, SUMS),
+    Op("linear.few", linear.few, product_definition, product_inputs, BOTH, SUMS),
     Op("ranks.add", ranks.add, parts_definition, parts_inputs, BOTH, "bf16 rounds the result once"),
     Op("ranks.embed", ranks.embed, rows_definition, rows_inputs, dict.fromkeys(BOTH, 0.0), "copies"),
 )

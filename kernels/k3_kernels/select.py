@@ -46,6 +46,12 @@ def choose(device: torch.device, refusal: str | None = None) -> Choice:
     return found if refusal is None or not found.kernel else Choice(False, refusal)
 
 
+@cache
+def dependent(device: torch.device) -> bool:
+    """Whether a kernel may start before the one before it has ended: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def power_of_two(**sizes: int) -> str | None:
     """A refusal naming the first size that is no power of two, or None."""
     for name, size in sizes.items():

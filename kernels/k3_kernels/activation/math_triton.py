@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from k3_kernels.activation.reference import Activation, Situ
+from k3_kernels.select import dependent
 
 
 def constants(act: Activation) -> tuple[float, float]:
@@ -38,8 +40,11 @@ def gated(gate, up, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
 
 @triton.jit
 def _gated_rows(
-    gate, gate_row, up, up_row, out, F: tl.constexpr, BF: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr
-):
+    gate, gate_row, up, up_row, out, F: tl.constexpr, BF: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     t = tl.program_id(1).to(tl.int64)
     f = tl.program_id(0) * BF + tl.arange(0, BF)
     g = tl.load(gate + t * gate_row + f, mask=f < F, other=0.0).to(tl.float32)
@@ -54,6 +59,6 @@ def gated_rows(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
     if out.numel():
         beta, linear_beta = constants(act)
         _gated_rows[(triton.cdiv(F, 1024), T)](
-            gate, gate.stride(0), up, up.stride(0), out, F, 1024, beta, linear_beta, num_warps=4
+            gate, gate.stride(0), up, up.stride(0), out, F, 1024, beta, linear_beta, dependent(gate.device), num_warps=4
         )  # fmt: skip
     return out
