@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from k3_sessions import upkeep
+from k3_sessions.blobs import path_of
 from k3_sessions.common import now
 from k3_sessions.errors import SessionLocked, StoreError, StoreFull, os_errors
 from k3_sessions.opened import OpenStore
-from k3_sessions.records import Ref
+from k3_sessions.records import Kept, Ref
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def make(store: OpenStore, more: int, name: str, beside: int = 0) -> tuple[tuple
     upkeep.gc(store, dry_run=False)
     evicted: list[str] = []
     over, low = short(store, more)
-    if over:
+    if over and over <= _evictable(store, name):
         evicted = _evict(store, more, name)
         over, low = short(store, more)
     if over:
@@ -112,6 +113,36 @@ def make(store: OpenStore, more: int, name: str, beside: int = 0) -> tuple[tuple
             "free disk space, or lower the free-space floor",
         )
     return tuple(evicted), not beside
+
+
+def _evictable(store: OpenStore, name: str) -> int:
+    """Bytes on disk that would be free if every session gave what it may. 0 while one of them cannot be read, since
+    nothing is removed then: where it would not be enough, or be for nothing, nobody gives anything."""
+    refs, broken = store.catalog.refs()
+    if broken:
+        return 0
+    gives = [ref for ref in refs if ref.name == name or (not ref.pinned and _idle(store, ref.name))]
+    left = [replace(ref, keep=_staying(ref, ref.name == name)) if ref in gives else ref for ref in refs]
+    try:
+        freed = set(upkeep.needed(store, refs)) - set(upkeep.needed(store, left))
+    except StoreError:
+        return 0
+    with os_errors("measuring the session store"):
+        return sum(info.allocated for key in freed if (info := store.fs.info(path_of(key))) is not None)
+
+
+def _idle(store: OpenStore, name: str) -> bool:
+    try:
+        lock = store.lock_session(name)
+    except StoreError:
+        return False
+    store.unlock_session(name, lock, clean=True)
+    return True
+
+
+def _staying(ref: Ref, newest: bool) -> tuple[Kept, ...]:
+    """Joint boundaries that a session never gives: marked ones, and the newest where it is asked for."""
+    return tuple(entry for entry in ref.keep if entry.turn in ref.marks.values() or (newest and entry.turn == ref.head))
 
 
 def _evict(store: OpenStore, more: int, name: str) -> list[str]:
@@ -137,7 +168,7 @@ def _shrink(store: OpenStore, name: str, newest_only: bool, *, own: bool) -> boo
             lock = store.lock_session(name)
         with store.alone(), store.changing_refs():
             ref = store.catalog.ref(name)
-            keep = tuple(k for k in ref.keep if k.turn in ref.marks.values() or (newest_only and k.turn == ref.head))
+            keep = _staying(ref, newest_only)
             if keep == ref.keep:
                 return False
             evicted = ref.evicted if newest_only else now()

@@ -1,4 +1,4 @@
-"""Forks, thinning, removal, quota and gc: nothing is written twice, and nobody loses what another gives up."""
+"""Forks, thinning, removal and gc: nothing is written twice, and nobody loses what another gives up."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from k3_sessions import Store, StoreConfig, ThinningPolicy
-from k3_sessions.errors import SessionExists, SessionLocked, SessionMissing, StoreFull
+from k3_sessions.errors import SessionExists, SessionLocked, SessionMissing
 from k3_sessions.records import Kept
 from k3_sessions.thinning import choose, log_spaced
 from k3_sessions.upkeep import files, object_id
 
-from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft, grow, ids
+from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft, grow, ids, whole
 
 
 @pytest.fixture
@@ -22,17 +22,6 @@ def store(tmp_path):
 
 def objects(store):
     return {key for path, _ in files(store) if (key := object_id(path))}
-
-
-def whole(store, name):
-    """The session's head is restored bit for bit from its own boundary, and every file it needs is sound."""
-    head = store.session(name).head
-    plan = store.plan(head, IDENTITY, LAYOUT)
-    tokens = store.tokens(head).tolist()
-    assert plan.boundary == plan.target == store.turn(head).position
-    check(store.restore(plan, IDENTITY, LAYOUT), tokens)
-    assert store.verify([name]).problems == ()
-    return tokens
 
 
 def go_on(store, name, length, seed):
@@ -203,63 +192,6 @@ def test_gc_touches_no_object_while_a_session_cannot_be_read(store):
     survivor = store.sessions()[0].name
     assert "cannot be read" in " ".join(store.remove(survivor).notices)
     assert objects(store) == before
-
-
-def limited(store, **settings):
-    return Store.open(store.fs.where, config=dataclasses.replace(CONFIG, **settings))
-
-
-def test_quota_takes_state_of_the_oldest_idle_session_but_no_turn(store):
-    tokens, _ = grow(store, "old", [900, 5])
-    grow(store, "pinned", [900], seed=2)
-    store.pin("pinned")
-    used = store.usage().allocated
-    tight = limited(store, quota_bytes=used + 150_000)
-    reports = []
-    with tight.writer("new", create=True, identity=IDENTITY, layout=LAYOUT) as writer:
-        done: list[int] = []
-        for turn in range(3):
-            done += ids(700, 50 + turn)
-            reports.append(writer.commit(draft(done[-700:], len(done)), Toy(done, len(done))))
-    assert [name for r in reports for name in r.evicted] != []
-    assert {name for r in reports for name in r.evicted} == {"old"}
-    assert store.session("old").evicted
-    assert store.tokens(store.session("old").head).tolist() == tokens
-    plan = store.plan(store.session("old").head, IDENTITY, LAYOUT)
-    assert (plan.turn, len(plan.replay)) == (None, 904)
-    assert "evicted" in plan.reason
-    assert tight.usage().allocated <= used + 150_000
-    whole(store, "pinned")
-    whole(store, "new")
-    # An evicted session that is evaluated again is whole again.
-    with store.writer("old", create=False, identity=IDENTITY, layout=LAYOUT) as writer:
-        more = tokens + ids(3, 9)
-        writer.commit(draft(more[905:], 907, restored=plan), Toy(more, 907))
-    assert store.session("old").evicted == ""
-    whole(store, "old")
-
-
-def test_quota_never_touches_an_open_session_and_then_says_no(store):
-    grow(store, "open", [900])
-    used = store.usage().allocated
-    tight = limited(store, quota_bytes=used + 20_000)
-    held = store.writer("open", create=False, identity=IDENTITY, layout=LAYOUT)
-    with held, tight.writer("new", create=True, identity=IDENTITY, layout=LAYOUT) as writer:
-        with pytest.raises(StoreFull, match="quota"):
-            writer.commit(draft(ids(900), 900), Toy(ids(900), 900))
-        assert writer.unsaved == 1
-    whole(store, "open")
-
-
-def test_the_free_space_floor_refuses_and_evicts_nothing(store):
-    grow(store, "a", [900])
-    tight = limited(store, free_floor_bytes=1 << 60, free_floor_share=1.0)
-    with (
-        tight.writer("b", create=True, identity=IDENTITY, layout=LAYOUT) as writer,
-        pytest.raises(StoreFull, match="free"),
-    ):
-        writer.commit(draft([1, 2], 2), Toy([1, 2], 2))
-    whole(store, "a")
 
 
 def test_usage_tells_shared_from_own(store):

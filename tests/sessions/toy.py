@@ -116,3 +116,14 @@ def grow(
             report = writer.commit(draft(new, position, meta={"turn": number}), Toy(tokens, position, layout))
             turns.append(report.turn)
     return tokens, turns
+
+
+def whole(store, name):
+    """The session's head is restored bit for bit from its own boundary, and every file it needs is sound."""
+    head = store.session(name).head
+    plan = store.plan(head, IDENTITY, LAYOUT)
+    tokens = store.tokens(head).tolist()
+    assert plan.boundary == plan.target == store.turn(head).position
+    check(store.restore(plan, IDENTITY, LAYOUT), tokens)
+    assert store.verify([name]).problems == ()
+    return tokens
