@@ -7,7 +7,7 @@ set -euo pipefail
 k3=${K3:-k3}
 questions=(
     "What is the port of the staging server?"
-    "Which checksum does the release have?"
+    "What is the checksum of the release?"
     "What is the path of the log file?"
 )
 

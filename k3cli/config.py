@@ -139,7 +139,7 @@ class Settings:
     gpus: str | None = field(default=None, metadata={"parse": _gpus})
     """GPUs that compute together: N, all, or a list as 0,1; ranks on the CPU: N. None: one."""
     spec: str = field(default="auto", metadata={"parse": _spec})
-    """Where drafts come from: auto, off, suffix, dspark or dspark:DIR."""
+    """Where drafts come from: auto, off, suffix, dspark[:DIR] or both[:DIR]."""
     window: int | None = field(default=None, metadata={"parse": _number(int, 1, 64, "a whole number from 1 to 64")})
     """Most tokens of one verify step, drafts included; None: as many as the model's step has rows."""
 
