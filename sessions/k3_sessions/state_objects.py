@@ -94,17 +94,8 @@ def pack_group(
     layout: StateLayout, arrays: Mapping[str, Array], seed: bytes, group: Group, at: tuple[int, str], level: int
 ) -> Parts:
     """Object of one group of the checkpoint at position `at[0]`, whose tokens `at[1]` digests."""
-    spans = {name: list(span) for name, span in group.spans.items()}
-    meta = {
-        "identity": seed.hex(),
-        "position": at[0],
-        "prefix": at[1],
-        "group": group.number,
-        "groups": group.of,
-        "spans": spans,
-    }
     listed = [(f.name, f.dtype, arrays[f.name][slice(*group.spans[f.name])]) for f in fields_of(layout, "checkpoint")]
-    return pack(Kind.CHECKPOINT, meta, listed, level)
+    return pack(Kind.CHECKPOINT, group_claims(group, seed, at), listed, level)
 
 
 def read_state(

@@ -17,6 +17,14 @@ def turns(k3) -> int:
     return done.one("done")["turns"] if done.code == 0 else 0
 
 
+def answered(chat, text) -> None:
+    """From the prompt over an answer to the next prompt, with the turn still on its way to the disk."""
+    chat.expect("k3>")
+    chat.send(f"{text}\r")
+    chat.expect(f"You said: {text}")
+    chat.expect("k3>")
+
+
 def test_the_prompt_comes_before_the_turn_is_durable_and_a_line_says_when(terminal, k3) -> None:
     chat = terminal("chat", "-s", "a", env=SLOW)
     chat.expect("k3>")
@@ -32,10 +40,7 @@ def test_the_prompt_comes_before_the_turn_is_durable_and_a_line_says_when(termin
     # the next turn goes on while this one is saved, and leaving waits for both
     chat.send("ne\r")
     chat.expect("You said: half a line")
-    chat.expect("k3>")
-    chat.send("third\r")
-    chat.expect("You said: third")
-    chat.expect("k3>")
+    answered(chat, "third")
     chat.send("/quit\r")
     chat.expect("waiting until the last turn is on disk")
     chat.expect(SAVED)
@@ -46,10 +51,7 @@ def test_the_prompt_comes_before_the_turn_is_durable_and_a_line_says_when(termin
 
 def test_a_signal_at_the_prompt_waits_for_the_save(terminal, k3) -> None:
     chat = terminal("chat", "-s", "a", env=SLOW)
-    chat.expect("k3>")
-    chat.send("hello\r")
-    chat.expect("You said: hello")
-    chat.expect("k3>")
+    answered(chat, "hello")
     os.kill(chat.pid, signal.SIGTERM)
     chat.expect(SAVED)
     assert chat.close() == 143
@@ -59,10 +61,7 @@ def test_a_signal_at_the_prompt_waits_for_the_save(terminal, k3) -> None:
 def test_ctrl_c_while_quit_waits_for_a_save_leaves_without_it(terminal, k3) -> None:
     k3("chat", "-s", "a", "-p", "one")
     chat = terminal("resume", "a", env={"SLOW_DISK": "4"})
-    chat.expect("k3>")
-    chat.send("hello\r")
-    chat.expect("You said: hello")
-    chat.expect("k3>")
+    answered(chat, "hello")
     chat.send("/quit\r")
     chat.expect("waiting until the last turn is on disk")
     begun = time.monotonic()
@@ -78,10 +77,7 @@ def test_ctrl_c_while_quit_waits_for_a_save_leaves_without_it(terminal, k3) -> N
 
 def test_ctrl_c_while_save_waits_comes_back_to_the_prompt(terminal, k3) -> None:
     chat = terminal("chat", "-s", "a", env={"SLOW_DISK": "1.5"})
-    chat.expect("k3>")
-    chat.send("hello\r")
-    chat.expect("You said: hello")
-    chat.expect("k3>")
+    answered(chat, "hello")
     chat.send("/save\r")
     chat.expect("waiting until the last turn is on disk")
     chat.send("\x03")
@@ -96,10 +92,7 @@ def test_ctrl_c_while_save_waits_comes_back_to_the_prompt(terminal, k3) -> None:
 def test_a_second_signal_does_not_wait(terminal, k3) -> None:
     k3("chat", "-s", "a", "-p", "one")
     chat = terminal("resume", "a", env={"SLOW_DISK": "4"})
-    chat.expect("k3>")
-    chat.send("hello\r")
-    chat.expect("You said: hello")
-    chat.expect("k3>")
+    answered(chat, "hello")
     begun = time.monotonic()
     os.kill(chat.pid, signal.SIGTERM)
     chat.expect("waiting until the last turn is on disk")
@@ -115,10 +108,7 @@ def test_a_second_signal_does_not_wait(terminal, k3) -> None:
 def test_sigkill_between_answer_and_save_loses_that_turn_only(terminal, k3, after) -> None:
     k3("chat", "-s", "a", "-p", "one")
     chat = terminal("resume", "a", env={"SLOW_DISK": "0.7"})
-    chat.expect("k3>")
-    chat.send("two\r")
-    chat.expect("You said: two")
-    chat.expect("k3>")
+    answered(chat, "two")
     time.sleep(after)
     os.kill(chat.pid, signal.SIGKILL)
     assert chat.close() == -signal.SIGKILL
