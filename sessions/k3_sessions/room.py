@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from k3_sessions import upkeep
 from k3_sessions.blobs import path_of
 from k3_sessions.common import now
-from k3_sessions.errors import SessionLocked, StoreError, StoreFull, os_errors
+from k3_sessions.errors import StoreError, StoreFull, os_errors
 from k3_sessions.opened import OpenStore
 from k3_sessions.records import Kept, Ref
 
@@ -133,11 +134,10 @@ def _evictable(store: OpenStore, name: str) -> int:
 
 def _idle(store: OpenStore, name: str) -> bool:
     try:
-        lock = store.lock_session(name)
+        with store.owning(name):
+            return True
     except StoreError:
         return False
-    store.unlock_session(name, lock, clean=True)
-    return True
 
 
 def _staying(ref: Ref, newest: bool) -> tuple[Kept, ...]:
@@ -162,11 +162,8 @@ def _evict(store: OpenStore, more: int, name: str) -> list[str]:
 
 def _shrink(store: OpenStore, name: str, newest_only: bool, *, own: bool) -> bool:
     """Drop joint boundaries of one session; False if it is open or has none to give."""
-    lock = None
     try:
-        if not own:
-            lock = store.lock_session(name)
-        with store.alone(), store.changing_refs():
+        with nullcontext() if own else store.owning(name), store.alone(), store.changing_refs():
             ref = store.catalog.ref(name)
             keep = _staying(ref, newest_only)
             if keep == ref.keep:
@@ -176,13 +173,8 @@ def _shrink(store: OpenStore, name: str, newest_only: bool, *, own: bool) -> boo
             store.save_ref(replace(ref, keep=keep, evicted=evicted))
             upkeep.delete_unneeded(store, before)
             return True
-    except SessionLocked:
-        return False
     except StoreError:
-        return False  # unreadable: it has nothing to give that could be judged
-    finally:
-        if lock is not None:
-            store.fs.unlock(lock)
+        return False  # open, or unreadable: it has nothing to give that could be judged
 
 
 def usage(store: OpenStore) -> Usage:

@@ -9,6 +9,7 @@ import pytest
 from k3_sessions import Store
 from k3_sessions.catalog import file_id
 from k3_sessions.errors import StoreFull
+from k3_sessions.upkeep import files
 
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, draft, grow, ids, whole
 
@@ -44,6 +45,7 @@ def test_quota_takes_state_of_the_oldest_idle_session_but_no_turn(store):
     assert tight.usage().allocated <= used + 150_000
     whole(store, "pinned")
     whole(store, "new")
+    assert not any(info.size for path, info in files(store) if path.startswith("locks/")), "nobody seems to have died"
     # An evicted session that is evaluated again is whole again.
     with store.writer("old", create=False, identity=IDENTITY, layout=LAYOUT) as writer:
         more = tokens + ids(3, 9)
