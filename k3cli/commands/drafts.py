@@ -45,6 +45,10 @@ class Drafts:
         choice = choose(settings.spec, f"asked for by {source}" if source else "")
         if draft_from and choice.kind in ("off", "dspark"):
             raise UsageError(f"--draft-from with --spec {choice.kind}", "auto, suffix or both, which draft from texts")
+        if choice.kind == "off" and settings.window not in (None, 1) and settings.sources["window"].startswith("--"):
+            raise UsageError(
+                f"--window {settings.window} with {source} off", "a drafter: without one a step has one token"
+            )
         if choice.model_based:
             from k3cli.engine.drafting.choose import draft_folder
             from k3cli.model.hub import resolve_model

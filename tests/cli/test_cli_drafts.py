@@ -56,6 +56,7 @@ def test_other_texts_are_drafted_from(k3, tmp_path, monkeypatch) -> None:
         (("--draft-from", "missing.txt"), "--draft-from missing.txt: No such file or directory"),
         (("--draft-from", "."), "--draft-from .: Is a directory"),
         (("--spec", "off", "--draft-from", "missing.txt"), "--draft-from with --spec off"),
+        (("--spec", "off", "--window", "4"), "--window 4 with --spec off"),
     ],
 )
 def test_what_is_refused_before_the_model_is_loaded(k3, options, told) -> None:
@@ -63,6 +64,14 @@ def test_what_is_refused_before_the_model_is_loaded(k3, options, told) -> None:
     assert done.code == 2
     assert told in done.err
     assert len(done.err.splitlines()) == 1
+
+
+def test_a_window_of_one_or_from_elsewhere_goes_with_no_drafts(k3, monkeypatch) -> None:
+    assert k3("chat", "-p", "Hello", "--spec", "off", "--window", "1").code == 0
+    monkeypatch.setenv("K3_WINDOW", "4")
+    assert k3("chat", "-p", "Hello", "--spec", "off").code == 0
+    monkeypatch.setenv("K3_SPEC", "off")
+    assert "--window 4 with K3_SPEC off" in k3("chat", "-p", "Hello", "--window", "4").err
 
 
 def test_a_session_that_is_not_there(k3) -> None:
