@@ -117,17 +117,20 @@ class MirrorModel:
         return logits, MirrorLog(self, number, log)
 
     def ready(self) -> None:
-        """Waits for what was begun, and for whatever was launched behind it. K3Error when a rank was lost."""
-        if self._under_way:
-            with self._lock:
-                self._check()
-                try:
-                    self._settle()
-                except RuntimeError as error:
-                    raise self._break(error) from error
-                except BaseException as error:
-                    self._break(error)
-                    raise
+        """Waits for what was begun, and for whatever was launched behind it. K3Error when a rank was lost.
+
+        Where nothing was begun, too: a copy to the host, say, of rows that were waited for earlier.
+        """
+        with self._lock:
+            self._check()
+            try:
+                self._under_way = False
+                self.world.settled()
+            except RuntimeError as error:
+                raise self._break(error) from error
+            except BaseException as error:
+                self._break(error)
+                raise
 
     def commit(self, state: MirrorState, log: MirrorLog, n: int) -> None:
         """See `K3Model.commit`. The other ranks follow at the next call, where that changes nothing for anybody."""

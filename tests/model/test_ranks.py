@@ -145,6 +145,19 @@ def test_a_step_that_is_begun_is_the_same_step(pair):
     assert torch.equal(first, second)
 
 
+def test_ready_waits_for_what_is_launched_behind_a_step_that_was_waited_for(pair, monkeypatch: pytest.MonkeyPatch):
+    """As a draw from a window's second row, or from a prefill: its copy to the host is read behind `ready`."""
+    net, ids = pair.many.model, tokens(12, 7)
+    state, waits = net.new_state(), []
+    net.prefill(ids, state)
+    monkeypatch.setattr(net.world, "settled", lambda: waits.append(1))
+    for launch in (lambda: None, lambda: net.begin(ids[:3], state), lambda: net.verify(ids[:3], state), lambda: None):
+        launch()
+        waits.clear()
+        net.ready()
+        assert waits == [1]
+
+
 @pytest.mark.parametrize("way", ["there", "back", "same"])
 def test_a_state_goes_from_one_world_to_another(pair, way: str):
     one, many = pair.one.model, pair.many.model
