@@ -14,7 +14,13 @@ from k3cli.commands.failures import as_k3_error
 from k3cli.commands.inputs import bind_tool_results, parse_tool_results
 from k3cli.commands.names import short_id
 from k3cli.commands.output import Printer
-from k3cli.commands.signals import EndRun, exit_on_signals, ignore_signals, prompt_signals
+from k3cli.commands.signals import (
+    EndRun,
+    exit_on_signals,
+    ignore_signals,
+    leave_prompt_on_signals,
+    prompt_signals,
+)
 from k3cli.commands.turns import refuse_unsaved, run_turn, settle, show
 from k3cli.errors import Exit, K3Error, UsageError
 
@@ -211,13 +217,28 @@ def _step(chat: Repl, asking: PromptSession[str]) -> Exit:
     """Ask once, answer once. Meanwhile a line says when the turn before is durable."""
     saving = chat.conversation.saving
     chat.tell()
+    begun = False
 
     def watch() -> None:
+        nonlocal begun
+        begun = True
         if saving:
             asking.app.create_background_task(chat.tell_when_saved())
 
+    def end_prompt() -> bool:
+        loop = asking.app.loop
+        if loop is None:  # not yet, or no more
+            return begun
+        loop.call_soon_threadsafe(end)
+        return True
+
+    def end() -> None:
+        if asking.app.future is not None and not asking.app.future.done():
+            asking.app.exit(exception=EOFError)
+
     try:
-        text = asking.prompt("k3> ", pre_run=watch)
+        with leave_prompt_on_signals(end_prompt):
+            text = asking.prompt("k3> ", pre_run=watch)
     except EOFError:
         text = "/quit"
     return chat.handle(text.rstrip()) if text.strip() else Exit.OK

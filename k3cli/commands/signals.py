@@ -93,6 +93,37 @@ def prompt_signals() -> Iterator[None]:
 
 
 @contextmanager
+def leave_prompt_on_signals(end_prompt: Callable[[], bool]) -> Iterator[None]:
+    """While a prompt waits: SIGTERM and SIGHUP end it from inside, then the run.
+
+    An exception raised in a signal's handler may come out of any task of the prompt's event loop, which prints it and
+    waits for a key. So the handler calls `end_prompt`, which has the prompt raise EOFError soon, or returns False when
+    its loop does not run yet. The block ends with EndRun, whatever the prompt returned.
+    """
+    code = Exit.OK
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        nonlocal code
+        ignore_signals()
+        code = CODES[signal.Signals(number)]
+        if not end_prompt():
+            _leave(number, frame)
+
+    before = {number: signal.signal(number, leave) for number in _handled() if number != signal.SIGINT}
+    try:
+        yield
+    except EOFError:
+        if code == Exit.OK:
+            raise
+    finally:
+        if code == Exit.OK:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if code != Exit.OK:
+        raise EndRun(code)
+
+
+@contextmanager
 def cancel_on_signals() -> Iterator[Cancel]:
     """In the block the first signal sets the Cancel; a second one ends the run without saving the turn."""
     cancel = Cancel()
