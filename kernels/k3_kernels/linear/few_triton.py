@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from k3_kernels.select import dependent
+
 BN, BK, STAGES, PROGRAMS = 64, 128, 5, 2
 """Rows and columns of a tile of the matrix, tiles on their way, programs of a processor where there are many tiles."""
 
@@ -34,11 +36,12 @@ def _store(
 @triton.jit
 def _few(
     rows, matrix, add, add_t, out, N, K, T: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, ADD: tl.constexpr, ONE: tl.constexpr,
+    STAGES: tl.constexpr, ADD: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = rows [R, K] times matrix [N, K] transposed (+ add). ONE: every program has one tile."""
-    gdc_launch_dependents()
-    gdc_wait()
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     if ONE:
         first = tl.program_id(0) * BN
         total = tl.zeros((BN, R), tl.float32)
@@ -56,7 +59,8 @@ def _few(
 
 @cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Two where programs are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def few(x: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
@@ -66,10 +70,11 @@ def few(x: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
     out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     if T:
         R, tiles, programs = 16, triton.cdiv(N, BN), PROGRAMS * _processors(x.device)
+        early = dependent(x.device)
         _few[(min(tiles, programs),)](
             TensorDescriptor(x, [T, K], [x.stride(0), 1], [R, BK]),
             TensorDescriptor.from_tensor(weight, [BN, BK]),
             out if add is None else add, 0 if add is None else add.stride(0), out, N, K,
-            T, R, BN, BK, STAGES, add is not None, tiles <= programs, num_warps=4, launch_pdl=True,
+            T, R, BN, BK, STAGES, add is not None, tiles <= programs, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out
