@@ -96,14 +96,17 @@ class NetworkFilesystem(StoreError):
     """The store lies on a network file system, whose locks and renames cannot be relied on."""
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Error numbers of a disk, a quota of the system, or a limit on file sizes that leaves no room."""
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def from_os_error(error: OSError, doing: str) -> StoreError:
     """The store error that tells what `error` means for someone who was `doing` something."""
     what = f"{doing}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    if error.errno in _FULL:
+    if error.errno == errno.EFBIG:
+        return StoreFull(what, do="raise the largest size a file may have (ulimit -f)")
+    if error.errno in FULL:
         return StoreFull(what, do="free disk space or raise the quota; `k3 gc` and `k3 du` show what can go")
     if error.errno in _READ_ONLY:
         return StoreReadOnly(what, do="check the permissions of the store and whether its disk is mounted read-only")

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from k3_sessions.errors import FULL
+
 Buffer = bytes | bytearray | memoryview
 
 _NETWORK = """
@@ -111,7 +113,8 @@ class FileSystem(Protocol):
     def lock(self, path: str, *, shared: bool, wait: float, note: bytes = b"") -> Any:
         """Kernel lock on a file (created if absent), or None if others still hold it after `wait` seconds.
 
-        `note` is written into the file by an exclusive holder, for others to read. The lock ends with the process.
+        `note` is written into the file by an exclusive holder, for others to read; where the disk has no room for it,
+        the lock holds all the same. The lock ends with the process.
         """
         ...
 
@@ -314,7 +317,7 @@ class RealFS:
                 os.close(handle)
                 continue
             if note and not shared:
-                self.note(handle, note)
+                self._begin_note(handle, note)
             return handle
 
     def _open_lock(self, path: str, *, readable_only: bool) -> int:
@@ -327,6 +330,15 @@ class RealFS:
                 if not readable_only or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                     raise
                 return os.open(name, flags | os.O_RDONLY, dir_fd=folder)
+
+    def _begin_note(self, lock: int, note: bytes) -> None:
+        """The note of a lock just taken. A full disk costs the note, not the lock: `rm` has to work there."""
+        try:
+            self.note(lock, note)
+        except OSError as error:
+            if error.errno not in FULL:
+                os.close(lock)
+                raise
 
     def note(self, lock: int, note: bytes) -> None:
         os.ftruncate(lock, 0)

@@ -7,10 +7,12 @@ import errno
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 from k3_sessions import Store
@@ -158,6 +160,34 @@ def test_a_disk_that_fills_up_in_the_middle_recovers_when_space_is_freed():
         store.remove("big")
         report = writer.flush(Toy(done, 700))
     check(store.restore(store.plan(report.turn.id, IDENTITY, LAYOUT), IDENTITY, LAYOUT), done)
+
+
+@contextmanager
+def no_byte_more():
+    """Every write of this process to a file fails, as on a full disk; files can be made, emptied and removed."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_session_can_be_removed_from_a_full_disk(tmp_path):
+    """Removing is the way out of a full disk, so it must not need room; what does need some leaves nothing locked."""
+    store = Store.open(tmp_path, config=CONFIG)
+    tokens, turns = grow(store, "a", [600])
+    grow(store, "b", [100])
+    with no_byte_more():
+        with pytest.raises(StoreFull, match="ulimit -f"):
+            store.fork("a", "c")
+        writer = store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT)
+        with writer, pytest.raises(StoreFull):
+            writer.commit(draft(ids(50, 1), 649), Toy(tokens + ids(50, 1), 649))
+        assert store.remove("b").bytes > 0
+    assert not store.exists("b")
+    assert store.fork("a", "c").head == turns[0].id
+    assert store.verify().problems == ()
 
 
 def test_a_real_read_only_folder_still_reads(tmp_path):
