@@ -122,12 +122,12 @@ def main() -> int:
         code = _peer(rank, size) if rank else _run(command, prog, args)
         ignore_signals()
         sys.stdout.flush()
-        world = sys.modules.get("k3cli.model.world")
-        if rank == 0 and size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and not (world is not None and world.met):
+        joining = sys.modules.get("k3cli.model.joining")
+        if rank == 0 and size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and not (joining is not None and joining.met):
             from k3cli.model.peers import end_early
 
             end_early(size, code)
-        if world is not None and world.stuck:
+        if joining is not None and joining.stuck:
             os._exit(code)
         return code
     except BrokenPipeError:

@@ -16,10 +16,11 @@ from torch import Tensor
 from k3cli.errors import ModelError
 from k3cli.model.blocks import Sinks
 from k3cli.model.checkpoint import DTYPES, Entry
+from k3cli.model.faults import is_lost
 from k3cli.model.reading import Read
 from k3cli.model.slices import Slices
 from k3cli.model.staging import ALIGN, Staged, Staging
-from k3cli.model.world import World, is_lost
+from k3cli.model.world import World
 
 PATIENCE = 300.0
 """Seconds that a rank may take to read its part of a batch before it counts as hung."""

@@ -46,7 +46,7 @@ def main() -> int:
     import torch
     import torch.distributed as dist
 
-    from k3cli.model.world import join
+    from k3cli.model.joining import join
 
     print("ready", flush=True)
     try:
@@ -62,9 +62,10 @@ def run_launched(rank: int, size: int) -> int:
     """The life of a rank that another program started; ends the process. Raises K3Error when it can't join."""
     import torch
 
+    from k3cli.model.faults import described, is_lost
+    from k3cli.model.joining import join
     from k3cli.model.peers import local_device
     from k3cli.model.pulse import OverError
-    from k3cli.model.world import described, is_lost, join
 
     try:
         # One kind of device for all: a machine with GPUs that is to use its CPU hides them (CUDA_VISIBLE_DEVICES).
@@ -116,7 +117,7 @@ def describe(model: str, dtype: str, window: int, layers: int = 0) -> dict[str, 
 
 
 def _told(error: BaseException) -> int:
-    from k3cli.model.world import described, is_lost
+    from k3cli.model.faults import described, is_lost
 
     if is_lost(error):
         return LOST

@@ -27,9 +27,11 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from k3cli.errors import FitError, K3Error
+from k3cli.model.faults import ran_out
+from k3cli.model.joining import join, leave
 from k3cli.model.peer import LOST, SITTING
 from k3cli.model.pulse import over
-from k3cli.model.world import COLLECTIVE, JOINING, World, join, leave, ran_out
+from k3cli.model.world import COLLECTIVE, JOINING, World
 
 STAY = "every rank to stay"
 AGAIN = "start the command again: the session on disk is its last saved turn"
@@ -195,7 +197,7 @@ def _own_fault(error: BaseException) -> K3Error | None:
 
 
 def _told(rank: int, kind: str | None, found: str | None, expected: str | None, do: str | None) -> K3Error:
-    """What a rank has said of its end (`world.described`)."""
+    """What a rank has said of its end (`faults.described`)."""
     return (FitError if kind == "FitError" else K3Error)(f"rank {rank}: {found}", expected, do or AGAIN)
 
 

@@ -73,7 +73,7 @@ class Pulse:
             time.sleep(BEAT)
 
     def fail(self, said: tuple[str, str, str | None, str | None]) -> None:
-        """Leaves word of why this rank ends (`world.described`), and time to read it."""
+        """Leaves word of why this rank ends (`faults.described`), and time to read it."""
         try:
             self._store.set(f"why {self._rank}", json.dumps(said))
             time.sleep(6 * BEAT)

@@ -11,6 +11,7 @@ import torch
 
 from k3cli.errors import FitError, UsageError
 from k3cli.model.config import ModelConfig
+from k3cli.model.joining import join
 from k3cli.model.mirror import MirrorModel
 from k3cli.model.network import K3Model
 from k3cli.model.parallel import check_world
@@ -18,7 +19,6 @@ from k3cli.model.peer import describe
 from k3cli.model.peers import Launched, Peers, launched, local_device
 from k3cli.model.placement import choose_device
 from k3cli.model.weights import LoadedModel, LoadProgress, load_model
-from k3cli.model.world import join
 
 Result = TypeVar("Result")
 Ranks = Peers | Launched

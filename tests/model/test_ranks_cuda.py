@@ -20,7 +20,7 @@ from k3cli.bench.spec import Request, converse
 from k3cli.config import NANO
 from k3cli.engine.engine import Engine
 from k3cli.errors import K3Error
-from k3cli.model import world
+from k3cli.model import joining
 from k3cli.model.choices import READS_ON_HOST, kernel_choices
 from k3cli.model.config import ModelConfig
 from k3cli.model.parallel import held
@@ -255,7 +255,7 @@ def net(wide: Path, dtype: str) -> Iterator[Any]:
     loaded, peers = two(wide, dtype)
     yield loaded.model
     peers.close()
-    assert not world.stuck
+    assert not joining.stuck
 
 
 @pytest.fixture(scope="module")
