@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ import typer
 
 from k3cli.commands import options as opt
 from k3cli.commands.output import Printer, human_bytes, human_seconds, table
+from k3cli.commands.plan_fit import PAGE, Demand, nearest, shortage, state_room
 from k3cli.errors import FitError, UsageError
 
 if TYPE_CHECKING:
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from k3cli.model.sizing import Weighed
 
 USUAL = (4 << 10, 32 << 10, 128 << 10, 1 << 20)
-PAGE = 512
-"""Tokens of one MLA page: what a fork copies of its tail."""
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What has to fit: live sessions at `tokens` of context and forks of them, and what stays on disk."""
-
-    tokens: int
-    sessions: int
-    forks: int
-    checkpoints: int
 
 
 def command(
@@ -78,6 +66,8 @@ def command(
     folder, config = configuration(settings.model_ref)
     shards = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size) if folder.is_dir() else []
     sizes = (_size("--ram", ram), _size("--disk", disk), _size("--disk-rate", disk_rate))
+    if sizes[2] == 0:
+        raise UsageError(f"--disk-rate is {disk_rate!r}", "more than 0 bytes a second")
     there = describe(gpus, *sizes, settings.home, shards[-1] if shards else None)
     check_world(config, there.count)
     kind = DTYPES[settings.dtype if settings.dtype != "auto" else _default_dtype(there, config)]
@@ -93,13 +83,13 @@ def command(
     _show_weights(printer, parts, there)
     _show_contexts(printer, config, kind, there, contexts, kept)
     demand = Demand(contexts[-1], sessions, forks, kept)
-    short = _shortage(config, kind, there, demand)
+    short = shortage(config, kind, there, demand)
     printer.event("verdict", fits=short is None, context=demand.tokens, shortage=short)
     if short is None:
-        printer.line(f"yes: {_shown(demand)} fit")
+        printer.line(f"yes: {demand} fit")
         printer.done(fits=True)
         return
-    raise FitError(short, f"room for {_shown(demand)}", _nearest(config, kind, there, demand))
+    raise FitError(short, f"room for {demand}", nearest(config, kind, there, demand))
 
 
 def configuration(ref: str) -> tuple[Path, ModelConfig]:
@@ -147,13 +137,6 @@ def parse_tokens(option: str, text: str) -> int:
     return count
 
 
-def _shown(demand: Demand) -> str:
-    live = f"{demand.sessions} session{'s' * (demand.sessions > 1)} of {demand.tokens:,} tokens"
-    if demand.forks:
-        live += f" and {demand.forks} fork{'s' * (demand.forks > 1)}"
-    return f"{live}, {demand.checkpoints} checkpoint{'s' * (demand.checkpoints > 1)} each on disk"
-
-
 def _show_machine(printer: Printer, there: Machine) -> None:
     room = human_bytes(there.memory)
     printer.line(f"machine: {there.count} x {there.device}, {room} each  ({there.sources['device']})")
@@ -198,7 +181,7 @@ def _show_contexts(
 
     full, half = state_size(config, kind), state_size(config, kind, torch.bfloat16)
     rank = state_size(config, kind, world=there.count)
-    room = _room(config, kind, there)
+    room = state_room(config, kind, there)
     page = rank.row * PAGE
     rows = []
     for tokens in contexts:
@@ -244,72 +227,3 @@ def _show_contexts(
     for line in table(head, rows, ">>>>>>>>>>"):
         printer.line(line)
     printer.line()
-
-
-def _room(config: ModelConfig, kind: torch.dtype, there: Machine) -> int:
-    """Bytes of the fullest device left for sessions, beside what the pool leaves free; negative: there is no room."""
-    from k3cli.model.placement import prefill_chunk
-    from k3cli.model.pool import KEPT_FREE
-    from k3cli.model.sizing import weigh, workspace
-
-    parts = weigh(config, kind, there.count)
-    weights = max(sum(entry.ranks[rank] for entry in parts) for rank in range(there.count))
-    chunk = prefill_chunk(sum(entry.loaded for entry in parts), "cpu" if there.device == "CPU" else "cuda")
-    left = there.usable - weights
-    return int(left * (1 - KEPT_FREE) if left > 0 else left) - workspace(config, kind, chunk, there.count)
-
-
-def _shortage(config: ModelConfig, kind: torch.dtype, there: Machine, demand: Demand) -> str | None:
-    """What is missing, in one line; None when everything fits."""
-    from k3cli.model.sizing import state_size
-
-    rank, full = state_size(config, kind, world=there.count), state_size(config, kind)
-    room = _room(config, kind, there)
-    where = there.tightest or ("the CPU" if there.device == "CPU" else f"each of {there.count} x {there.device}")
-    if room < 0:
-        need, free = human_bytes(there.usable - room), human_bytes(max(0, there.usable))
-        return f"{where} needs {need} for weights and work space, {free} are free"
-    live = demand.sessions * rank.session(demand.tokens) + demand.forks * (rank.checkpoint + rank.row * PAGE)
-    if live > room:
-        return f"{where} needs {human_bytes(live)} for live state, {human_bytes(room)} are free beside the weights"
-    stored = demand.sessions * (demand.tokens * full.row + demand.checkpoints * full.checkpoint)
-    stored += demand.forks * full.checkpoint
-    if there.disk is not None and stored > there.disk:
-        return f"the sessions take {human_bytes(stored)} on disk, {human_bytes(there.disk)} are there"
-    return None
-
-
-def _nearest(config: ModelConfig, kind: torch.dtype, there: Machine, demand: Demand) -> str:
-    """The nearest plan that fits: here with less, else on more devices of the kind."""
-    from k3cli.model.machine import GPUS
-    from k3cli.model.parallel import worlds
-
-    more = [count for count in worlds(config) if count > there.count and there.device != "CPU"]
-    for machine in (there, *(replace(there, count=count) for count in more)):
-        less = _less(config, kind, machine, demand)
-        if less is not None:
-            name = there.device if there.device in GPUS else f"{there.memory // 10**9}GB"
-            place = () if machine is there else (f"--gpus {machine.count}x{name}",)
-            return f"nearest that fits: {' '.join((*place, *less))}"
-    need = there.usable - _room(config, kind, there)
-    return f"weights and work space need {human_bytes(need)} on each device: use a smaller model or larger devices"
-
-
-def _less(config: ModelConfig, kind: torch.dtype, machine: Machine, demand: Demand) -> list[str] | None:
-    """Options that make the demand fit: fewer checkpoints, then a shorter context, then one session; None: nothing."""
-
-    def fits(wanted: Demand) -> bool:
-        return _shortage(config, kind, machine, wanted) is None
-
-    for kept in range(demand.checkpoints, 0, -1):
-        if fits(replace(demand, checkpoints=kept)):
-            return [] if kept == demand.checkpoints else [f"--checkpoints {kept}"]
-    for wanted, options in ((demand, []), (replace(demand, sessions=1, forks=0), ["--sessions 1", "--forks 0"])):
-        low, high = 0, demand.tokens // PAGE
-        while high > low:
-            middle = (low + high + 1) // 2
-            inside = fits(replace(wanted, tokens=middle * PAGE, checkpoints=1))
-            low, high = (middle, high) if inside else (low, middle - 1)
-        if low:
-            return [*options, f"--context {low * PAGE}", "--checkpoints 1"]
-    return None

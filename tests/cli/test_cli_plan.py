@@ -72,6 +72,34 @@ def test_disk_counts_and_fewer_checkpoints_are_tried_first(k3: Run):
     assert "nearest that fits: --checkpoints 8" in refused.err
 
 
+def test_a_number_of_checkpoints_beyond_any_is_answered_at_once(k3: Run):
+    asked = ("plan", "k3", "--gpus", "8xB300", "--ram", "2T", "--disk", "4T", "-c", "1m", "--checkpoints", "9" * 12)
+    refused = k3(*asked)
+    assert refused.code == 4
+    kept = refused.err.split("nearest that fits: --checkpoints ")[1].strip()
+    assert k3(*asked[:-1], kept).code == 0
+    assert k3(*asked[:-1], str(int(kept) + 1)).code == 4
+
+
+def test_what_is_not_short_is_not_cut(k3: Run):
+    refused = k3("plan", "k3", "--gpus", "16xH200", *BIG, "-c", "1m", "--sessions", "2", "--checkpoints", "9")
+    assert refused.code == 4
+    assert "GB for live state" in refused.err
+    assert refused.err.strip().endswith("--checkpoints 9")
+
+
+def test_a_disk_without_room_is_what_is_named(k3: Run):
+    refused = k3("plan", "--gpus", "0", "--ram", "8G", "--disk", "0")
+    assert refused.code == 4
+    assert "nothing smaller fits: for one session of 512 tokens, the sessions take " in refused.err
+    assert "larger devices" not in refused.err
+
+
+def test_a_disk_that_reads_nothing_is_refused(k3: Run):
+    refused = k3("plan", "--disk-rate", "0")
+    assert (refused.code, refused.err) == (2, "k3: error: --disk-rate is '0'; expected more than 0 bytes a second\n")
+
+
 def test_the_shipped_model_on_this_machine(k3: Run):
     found = k3("plan", "--gpus", "0")
     assert found.code == 0
