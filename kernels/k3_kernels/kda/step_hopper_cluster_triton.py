@@ -20,21 +20,22 @@ PARTS = gl.constexpr(4)
 
 @gluon.jit
 def _buffer(LONG: gl.constexpr):
-    """Address of this program's part of the buffer: 24 KB, LONG 47 KB. To be called once."""
+    """Address of this program's part of the buffer: 40 KB, of which the state takes the last
+    16, or LONG 47 KB without one. To be called once."""
     if LONG:
         return gl.inline_asm_elementwise(
             "{ .shared .align 1024 .b8 cluster_rows[48128]; mov.u32 $0, cluster_rows; }", "=r", [], dtype=gl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
     return gl.inline_asm_elementwise(
-        "{ .shared .align 1024 .b8 cluster_rows[24576]; mov.u32 $0, cluster_rows; }", "=r", [], dtype=gl.int32,
+        "{ .shared .align 1024 .b8 cluster_rows[40960]; mov.u32 $0, cluster_rows; }", "=r", [], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _start(barriers):
-    """Makes two memory barriers of 8 bytes, of one arrival each, and tells the cluster that this program runs."""
+    """Makes three memory barriers of 8 bytes, of one arrival each, and tells the cluster that this program runs."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -43,6 +44,7 @@ def _start(barriers):
         setp.eq.s32 p, thread, 0;
         @p mbarrier.init.shared::cta.b64 [$1], 1;
         @p mbarrier.init.shared::cta.b64 [$1 + 8], 1;
+        @p mbarrier.init.shared::cta.b64 [$1 + 16], 1;
         @p fence.mbarrier_init.release.cluster;
         barrier.cluster.arrive.relaxed.aligned;
         mov.u32 $0, 0;
@@ -92,93 +94,89 @@ def _rank():
 
 @gluon.jit
 def _warp():
-    """A thread's warp in its program. What is under a condition on it must not need other warps."""
+    """A thread's warp in its program. What is under a condition on it must not need other warps; it comes from the
+    first lane, or else the compiler would take every later shuffle for one of a warp that has parted."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 thread; mov.u32 thread, %tid.x; shr.u32 $0, thread, 5; }", "=r", [], dtype=gl.int32, is_pure=True,
-        pack=1,
+        """{
+        .reg .b32 warp;
+        mov.u32 warp, %tid.x;
+        shr.u32 warp, warp, 5;
+        shfl.sync.idx.b32 $0, warp, 0, 0x1f, 0xffffffff;
+        }""",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def _push_to_all(at, rows, inside, barrier):
-    """Stores fp32 rows, four neighbours a thread, at address `at` of every program, where `inside`."""
+def _push_to_all(at, rows, barrier):
+    """Stores fp32 rows, four neighbours a thread, at address `at` of every program."""
     gl.inline_asm_elementwise(
         """{
-        .reg .pred p;
         .reg .b32 a, b;
-        setp.eq.s32 p, $12, 0;
-        @p bra past;
         mapa.shared::cluster.u32 a, $4, 0;
-        mapa.shared::cluster.u32 b, $16, 0;
+        mapa.shared::cluster.u32 b, $12, 0;
         st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$8, $9, $10, $11}, [b];
         mapa.shared::cluster.u32 a, $4, 1;
-        mapa.shared::cluster.u32 b, $16, 1;
+        mapa.shared::cluster.u32 b, $12, 1;
         st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$8, $9, $10, $11}, [b];
         mapa.shared::cluster.u32 a, $4, 2;
-        mapa.shared::cluster.u32 b, $16, 2;
+        mapa.shared::cluster.u32 b, $12, 2;
         st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$8, $9, $10, $11}, [b];
         mapa.shared::cluster.u32 a, $4, 3;
-        mapa.shared::cluster.u32 b, $16, 3;
+        mapa.shared::cluster.u32 b, $12, 3;
         st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$8, $9, $10, $11}, [b];
-        past:
         mov.b32 $0, 0;
         mov.b32 $1, 0;
         mov.b32 $2, 0;
         mov.b32 $3, 0;
         }""",
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [at, rows, inside, barrier], dtype=gl.int32, is_pure=False,
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [at, rows, barrier], dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _push_to_one(at, part, rows, barrier):
+    """As `_push_to_all`, to program `part` only."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b;
+        mapa.shared::cluster.u32 a, $4, $8;
+        mapa.shared::cluster.u32 b, $16, $8;
+        st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$12, $13, $14, $15}, [b];
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [at, part, rows, barrier], dtype=gl.int32, is_pure=False,
         pack=4,
     )  # fmt: skip
 
 
 @gluon.jit
-def _push_to_one(at, part, rows, inside, barrier):
-    """As `_push_to_all`, to program `part` only."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 a, b;
-        setp.ne.s32 p, $16, 0;
-        mapa.shared::cluster.u32 a, $4, $8;
-        mapa.shared::cluster.u32 b, $20, $8;
-        @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {$12, $13, $14, $15}, [b];
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        mov.b32 $2, 0;
-        mov.b32 $3, 0;
-        }""",
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [at, part, rows, inside, barrier], dtype=gl.int32,
-        is_pure=False, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _push_number(at, number, inside, barrier):
-    """Stores one fp32 of each warp at address `at` of every program, where `inside`."""
+def _push_number(at, number, barrier):
+    """Stores one fp32 of each warp at address `at` of every program."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
         .reg .b32 a, b, lane;
         mov.u32 lane, %laneid;
-        setp.eq.s32 p, $3, 0;
-        setp.ne.or.s32 p, lane, 0, p;
-        @p bra past;
+        setp.eq.s32 p, lane, 0;
         mapa.shared::cluster.u32 a, $1, 0;
-        mapa.shared::cluster.u32 b, $4, 0;
-        st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $2, [b];
+        mapa.shared::cluster.u32 b, $3, 0;
+        @p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $2, [b];
         mapa.shared::cluster.u32 a, $1, 1;
-        mapa.shared::cluster.u32 b, $4, 1;
-        st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $2, [b];
+        mapa.shared::cluster.u32 b, $3, 1;
+        @p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $2, [b];
         mapa.shared::cluster.u32 a, $1, 2;
-        mapa.shared::cluster.u32 b, $4, 2;
-        st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $2, [b];
+        mapa.shared::cluster.u32 b, $3, 2;
+        @p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $2, [b];
         mapa.shared::cluster.u32 a, $1, 3;
-        mapa.shared::cluster.u32 b, $4, 3;
-        st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $2, [b];
-        past:
+        mapa.shared::cluster.u32 b, $3, 3;
+        @p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], $2, [b];
         mov.b32 $0, 0;
         }""",
-        "=r,r,r,r,r", [at, number, inside, barrier], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,r,r,r", [at, number, barrier], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -204,8 +202,8 @@ def _number(at):
 
 @gluon.jit
 def _single(at):
-    """fp32 at address `at` of this program, one for four neighbours."""
+    """fp32 at address `at` of this program, one for two neighbours."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 a; ld.shared.b32 a, [$4]; mov.b32 $0, a; mov.b32 $1, a; mov.b32 $2, a; mov.b32 $3, a; }",
-        "=r,=r,=r,=r,r,r,r,r", [at], dtype=gl.float32, is_pure=False, pack=4,
+        "{ .reg .b32 a; ld.shared.b32 a, [$2]; mov.b32 $0, a; mov.b32 $1, a; }",
+        "=r,=r,r,r", [at], dtype=gl.float32, is_pure=False, pack=2,
     )  # fmt: skip

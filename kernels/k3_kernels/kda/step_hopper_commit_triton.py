@@ -23,9 +23,12 @@ from k3_kernels.kda.step_hopper_rows_triton import (
     _row,
     _rsqrt,
     _sigmoid,
+    _slot,
+    _squares,
     _taps,
 )
-from k3_kernels.kda.step_hopper_sums_triton import _correction, _own_row
+from k3_kernels.kda.step_hopper_sums_triton import _correction_of_four, _own_row
+from k3_kernels.kda.step_hopper_walk_triton import _dot, _plus
 from k3_kernels.kda.step_reference import StepLog, StepWeights
 
 # Named anew between Triton 3.6 and 3.7.
@@ -37,7 +40,7 @@ RESIDENT = 2
 
 @gluon.jit
 def _prepare(
-    group, rows, taps, rate, shift, BOUND: gl.constexpr, bound, keys, decays, values, betas
+    group, rows, taps, rate, shift, BOUND: gl.constexpr, bound, d, keys, decays, values, betas
 ):  # fmt: skip
     """What the recurrence takes of a group of rows, into shared memory."""
     k_rows, v_rows, _, f_rows, b_rows = rows
@@ -46,7 +49,14 @@ def _prepare(
     betas.index(group).store(_sigmoid(b_rows.to(gl.float32)))
     values.index(group).store(_convolved(v_rows, v_taps))
     key = _convolved(k_rows, k_taps)
-    keys.index(group).store(key * _rsqrt(gl.sum(key * key, 1) + L2_EPS)[:, None])
+    keys.index(group).store(key * _rsqrt(_squares(key, d % 4 == 0) + L2_EPS)[:, None])
+
+
+@gluon.jit
+def _vector(rows, t, RUNS: gl.constexpr, ALONG_K: gl.constexpr):
+    """Row t of [.., K / 64, 16, 4] in shared memory, as the state has its channels: [16, K / 16]."""
+    runs = rows.index(t).permute([1, 0, 2]).load(RUNS)
+    return gl.convert_layout(runs.reshape([16, runs.shape[1] * 4]), ALONG_K, assert_trivial=True)
 
 
 @gluon.jit(
@@ -62,10 +72,11 @@ def commit_kernel(
 ):  # fmt: skip
     """Arguments as of step_triton.step_kernel."""
     ROWS: gl.constexpr = 8  # prepared at once, a warp each
-    # A head's state [V, 16, K / 64, 4]: sixteen lanes along K.
-    STATE: gl.constexpr = gl.BlockedLayout([8, 1, 2, 4], [2, 16, 1, 1], [8, 1, 1, 1], [3, 2, 1, 0])
+    # A head's state [V, 16, K / 16]: sixteen lanes along K with runs of four channels each.
+    STATE: gl.constexpr = gl.BlockedLayout([8, 1, 8], [2, 16, 1], [8, 1, 1], [2, 1, 0])
     ALONG_K: gl.constexpr = gl.SliceLayout(0, STATE)
-    LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, STATE))
+    RUNS: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([8, 1, 2, 4], [2, 16, 1, 1], [8, 1, 1, 1], [3, 2, 1, 0]))
+    LANES: gl.constexpr = gl.SliceLayout(2, STATE)
     ALONG_V: gl.constexpr = gl.SliceLayout(1, LANES)
     R: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -95,10 +106,9 @@ def commit_kernel(
     first = gl.where(first < 0, first + W, first)
     j = gl.arange(0, ROWS, gl.SliceLayout(1, R))
     d = gl.arange(0, K, gl.SliceLayout(0, R))[None, :]
-    kl = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, ALONG_K)))[:, None][:, :, None]
-    ka = gl.arange(0, K // 64, gl.SliceLayout(0, gl.SliceLayout(2, ALONG_K)))[None, :][:, :, None]
-    ki = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ALONG_K)))[None, :][:, None, :]
-    along = ka * 64 + kl * 4 + ki
+    kl = gl.arange(0, 16, gl.SliceLayout(1, ALONG_K))[:, None]
+    kr = gl.arange(0, K // 16, gl.SliceLayout(0, ALONG_K))[None, :]
+    along = kr // 4 * 64 + kl * 4 + kr % 4
     v = gl.arange(0, V, ALONG_V)[:, None]
     lane = _lane(v + gl.arange(0, 16, gl.SliceLayout(0, LANES))[None, :])
 
@@ -120,20 +130,22 @@ def commit_kernel(
             log_b_at, log_b_at, H, h, H, K, V, R, False
         )  # fmt: skip
         row = entry * state_slot + layer * state_layer + h * V * K
-        state = recurrent + row + v[:, :, None][:, :, :, None] * K + along[None, :, :, :]
+        state = recurrent + row + v[:, :, None] * K + along[None, :, :]
         if accepted > 0:
-            _prepare(0, now, taps, rate, shift, BOUND, bound, keys, decays, values, betas)
+            _prepare(0, now, taps, rate, shift, BOUND, bound, d, keys, decays, values, betas)
         if GROUPS > 1:
             for base in range(ROWS, accepted, ROWS):
                 more = _inputs(
                     base + j, accepted, accepted, first, W, conv_at, conv_row, log_x_at, log_x_at, C, log_f_at,
                     log_f_at, HK, log_b_at, log_b_at, H, h, H, K, V, R, False
                 )  # fmt: skip
-                _prepare(base // ROWS, more, taps, rate, shift, BOUND, bound, keys, decays, values, betas)
+                _prepare(base // ROWS, more, taps, rate, shift, BOUND, bound, d, keys, decays, values, betas)
         S = gl.load(state).to(gl.float32)
         # The window behind the accepted rows is read before anything of it is overwritten.
         moves = ((j < 3) & (accepted > 0))[:, None]
-        source = _row(accepted - 3 + gl.minimum(j, 2), accepted, first, W, conv_at, conv_row, log_x_at, C, log_x_at, C)
+        last = accepted - 3 + gl.minimum(j, 2)
+        slot = _slot(first + gl.maximum(last, 0), W)
+        source = _row(last, slot, accepted, conv_at, conv_row, log_x_at, C, log_x_at, C)
         source += channel
         moved_q = gl.load(source, mask=moves)
         moved_k = gl.load(source + HK, mask=moves)
@@ -144,18 +156,18 @@ def commit_kernel(
         gl.store(target + HK, moved_k, mask=moves)
         gl.store(target + 2 * HK, moved_v, mask=moves)
 
-        key = key_row.index(0).permute([1, 0, 2]).load(ALONG_K)
-        decay = decay_row.index(0).permute([1, 0, 2]).load(ALONG_K)
+        key = _vector(key_row, 0, RUNS, ALONG_K)
+        decay = _vector(decay_row, 0, RUNS, ALONG_K)
         for t in range(accepted):
             # A vector of the next row is loaded as soon as this row's has been used for the last time.
             ahead = gl.minimum(t + 1, accepted - 1)
             value = _own_row(value_row.index(t).load(ALONG_V)[:, None], lane)
             beta = beta_row.index(t).load(ALONG_V)[:, None]
-            S = S * decay[None, :, :, :]
-            decay = decay_row.index(ahead).permute([1, 0, 2]).load(ALONG_K)
-            u = _correction(gl.sum(gl.sum(S * key[None, :, :, :], 3), 2), value, beta, lane)
-            S = S + u[:, :, None][:, :, :, None] * key[None, :, :, :]
-            key = key_row.index(ahead).permute([1, 0, 2]).load(ALONG_K)
+            S = S * decay[None, :, :]
+            decay = _vector(decay_row, ahead, RUNS, ALONG_K)
+            u = _correction_of_four(_dot(S, key, kr == 0), value, beta, lane)
+            S = _plus(S, u, key)
+            key = _vector(key_row, ahead, RUNS, ALONG_K)
             # What a stored state would hold: a bf16 state is rounded behind every row.
             S = _rounded(S, kind)
         if accepted > 0:

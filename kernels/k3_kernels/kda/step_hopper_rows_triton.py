@@ -19,11 +19,16 @@ def _slot(row, W):
 
 
 @gluon.jit
-def _row(s, accepted, first, W, conv, conv_row, log, C, x, x_row):
-    """Addresses of the convolution inputs of the timeline's rows s: window in front, then log, then projections."""
-    slot = _slot(first + gl.maximum(s, 0), W)
+def _row(s, slot, accepted, conv, conv_row, log, C, x, x_row):
+    """Addresses of the convolution inputs of the timeline's rows s: window in front, then log, then projections. slot:
+    of rows s that are not in front."""
     logged = gl.where(s < accepted, log + slot * C, x + slot * x_row)
     return gl.where(s < 0, conv + (s + 3) * conv_row, logged)[:, None]
+
+
+@gluon.jit
+def _before(slot, W):
+    return gl.where(slot == 0, W, slot) - 1
 
 
 @gluon.jit
@@ -41,10 +46,12 @@ def _inputs(
     inside = (t < total)[:, None]
     asked = inside & (t >= accepted)[:, None]
     slot = _slot(first + t, W)
-    p0 = _row(t - 3, accepted, first, W, conv, conv_row, log_x, C, x, x_row) + d
-    p1 = _row(t - 2, accepted, first, W, conv, conv_row, log_x, C, x, x_row) + d
-    p2 = _row(t - 1, accepted, first, W, conv, conv_row, log_x, C, x, x_row) + d
-    p3 = _row(t, accepted, first, W, conv, conv_row, log_x, C, x, x_row) + d
+    p3 = _row(t, slot, accepted, conv, conv_row, log_x, C, x, x_row) + d
+    two = _before(slot, W)
+    p2 = _row(t - 1, two, accepted, conv, conv_row, log_x, C, x, x_row) + d
+    one = _before(two, W)
+    p1 = _row(t - 2, one, accepted, conv, conv_row, log_x, C, x, x_row) + d
+    p0 = _row(t - 3, _before(one, W), accepted, conv, conv_row, log_x, C, x, x_row) + d
     f_line = gl.where(t < accepted, log_f + slot * HK, f + slot * f_row)[:, None]
     b_line = gl.where(t < accepted, log_b + slot * H, b + slot * b_row)
     k_rows = _four(p0 + HK, p1 + HK, p2 + HK, p3 + HK, inside)
@@ -84,6 +91,19 @@ def _rsqrt(x):
     return gl.inline_asm_elementwise(
         "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def _times(a, b):
+    """a b, rounded: for the first of a sum of products. Each of the others is fused with the sum so far; of the first
+    two it would be left to the compiler which one is, and it has chosen otherwise in different places."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _squares(x, first):
+    """Sums of squares along the second dimension. first: which channels are the first of a thread's."""
+    return gl.sum(gl.where(first, _times(x, x), x * x), 1)
 
 
 @gluon.jit

@@ -1,10 +1,9 @@
 """The KDA step for Hopper in Gluon, K = V = 128: a cluster of four programs holds a head's state, a quarter of its rows
-each, so that all processors work, and the programs that share one hide a part of each other's waits for sums.
+each, so that all processors work and a row is prepared once, by one warp of the cluster.
 
-A row is prepared (convolution, SiLU, norm, gate) by one warp of the cluster, which hands it to all four programs; an
-output goes to the program that norms its row. Old log and convolution window are written only when all rows have come:
-they were made of whatever any program of the cluster reads there. Rows of state, keys and outputs are summed in the
-order of `step_hopper_commit_triton`: the same bits.
+A prepared row (convolution, SiLU, norm, gate) is handed to all four programs; an output goes to the program that norms
+its row. Old log and convolution window are written only when all rows have come: they were made of whatever any program
+of the cluster reads there. Sums over keys are those of `step_hopper_commit_triton`, in the same order: the same bits.
 """
 
 from __future__ import annotations
@@ -18,78 +17,74 @@ from k3_kernels.kda.step_hopper_cluster_triton import (
     _buffer,
     _four,
     _lane,
-    _number,
     _push_number,
     _push_to_all,
     _push_to_one,
     _rank,
     _received,
-    _single,
     _start,
     _started,
     _warp,
 )
+from k3_kernels.kda.step_hopper_copy_triton import _fetch, _read, _sent
 from k3_kernels.kda.step_hopper_rows_triton import (
     L2_EPS,
     _convolved,
     _exp,
     _inputs,
     _log_decay,
-    _rounded,
     _rsqrt,
     _sigmoid,
     _slot,
+    _squares,
     _taps,
 )
-from k3_kernels.kda.step_hopper_sums_triton import _correction, _push_sum
+from k3_kernels.kda.step_hopper_walk_triton import _dot, _walk
 from k3_kernels.kda.step_reference import StepLog, StepWeights
 
 # Named anew between Triton 3.6 and 3.7.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-# Four programs along the first dimension. A head's state [V, 16, K / 64, 4]: sixteen lanes along K.
-STATE = gl.constexpr(
-    gl.BlockedLayout([4, 1, 2, 4], [2, 16, 1, 1], [4, 1, 1, 1], [3, 2, 1, 0], [[1, 0, 0, 0], [2, 0, 0, 0]])
-)
+# Four programs along the first dimension. Half a head's state [V / 2, 16, K / 16]: sixteen lanes along K. Of four
+# neighbouring rows of the state, which a thread has, the halves have two each.
+STATE = gl.constexpr(gl.BlockedLayout([2, 1, 8], [2, 16, 1], [4, 1, 1], [2, 1, 0], [[1, 0, 0], [2, 0, 0]]))
 # Rows of 128 channels, a warp each.
 R = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0], [[1, 0], [2, 0]]))
 
 
 @gluon.jit
-def _prefetch(at, C: gl.constexpr):
-    """Has the taps of the queries brought into the L2: there are no registers for them yet."""
-    for tap in gl.static_range(4):
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$4]; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-            "=r,=r,=r,=r,l,l,l,l", [at + tap * C], dtype=gl.int32, is_pure=False, pack=4,
-        )  # fmt: skip
+def _hand_over(
+    t, rows, taps, rate, shift, BOUND: gl.constexpr, bound, accepted, live, d, keys, decays, queries, values, betas,
+    came, V: gl.constexpr, K: gl.constexpr
+):  # fmt: skip
+    """Prepares rows t and stores what the recurrence takes in all programs of the cluster. live: of the warp's row."""
+    k_rows, v_rows, q_rows, f_rows, b_rows = rows
+    k_taps, v_taps, q_taps = taps
+    OWN: gl.constexpr = V // PARTS
+    key = _convolved(k_rows, k_taps)
+    q = _convolved(q_rows, q_taps)
+    value = _convolved(v_rows, v_taps)
+    decay = _exp(_log_decay(f_rows.to(gl.float32) + shift, _exp(rate), BOUND, bound))
+    beta = _sigmoid(b_rows.to(gl.float32))
+    key = key * _rsqrt(_squares(key, d % 4 == 0) + L2_EPS)[:, None]
+    q = q * (_rsqrt(_squares(q, d % 4 == 0) + L2_EPS) * (1 / K**0.5))[:, None]
+    # The address of a thread's four channels, the same for each.
+    at = t[:, None] * (K * 4) + d // 4 * 16
+    _push_to_all(keys + at, key, came)
+    _push_to_all(decays + at, decay, came)
+    _push_to_one(values + t[:, None] * (OWN * 4) + d // 4 % (OWN // 4) * 16, d // OWN, value, came)
+    _push_number(betas + t * 4, beta, came)
+    if live:
+        _push_to_all(queries + at - accepted * (K * 4), q, came)
 
 
 @gluon.jit
-def _hand_over(
-    t, rows, taps, weights, rate, shift, BOUND: gl.constexpr, bound, accepted, total, d, keys, decays, queries,
-    values, betas, came, V: gl.constexpr, K: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
-    """Prepares rows t and stores what the recurrence takes in all programs of the cluster."""
-    k_rows, v_rows, q_rows, f_rows, b_rows = rows
-    k_taps, v_taps = taps
-    inside = ((t < total)[:, None] & (d >= 0)).to(gl.int32)
-    # The address of a thread's four channels, the same for each.
-    at = t[:, None] * (K * 4) + d // 4 * 16
-    key = _convolved(k_rows, k_taps)
-    q_taps = _taps(weights, C)
-    key = key * _rsqrt(gl.sum(key * key, 1) + L2_EPS)[:, None]
-    _push_to_all(keys + at, key, inside, came)
-    decay = _exp(_log_decay(f_rows.to(gl.float32) + shift, _exp(rate), BOUND, bound))
-    _push_to_all(decays + at, decay, inside, came)
-    OWN: gl.constexpr = V // PARTS
-    value_at = values + t[:, None] * (OWN * 4) + d // 4 % (OWN // 4) * 16
-    _push_to_one(value_at, d // OWN, _convolved(v_rows, v_taps), inside, came)
-    _push_number(betas + t * 4, _sigmoid(b_rows.to(gl.float32)), (t < total).to(gl.int32), came)
-    q = _convolved(q_rows, q_taps)
-    q = q * (_rsqrt(gl.sum(q * q, 1) + L2_EPS) * (1 / K**0.5))[:, None]
-    asked = ((t >= accepted) & (t < total))[:, None] & (d >= 0)
-    _push_to_all(queries + at - accepted * (K * 4), q, asked.to(gl.int32), came)
+def _prefetch(at):
+    """Has the lines at these addresses, the same for four neighbours, brought into the L2."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$4]; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l", [at], dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -117,23 +112,24 @@ def _write(
 
 @gluon.jit(
     do_not_specialize=[
-        "x_row", "f_row", "b_row", "gate_row", "state_slot", "conv_slot", "conv_row", "W", "n", "one", "eps", "bound",
+        "x_row", "f_row", "b_row", "gate_row", "state_slot", "conv_slot", "conv_row", "W", "n", "eps", "bound",
     ],
     do_not_specialize_on_alignment=["b", "log_b", "A_log", "cursor"],
 )  # fmt: skip
 def step_kernel(
     x, f, b, gate, weight, A_log, dt_bias, norm, recurrent, conv, log_x, log_f, log_b, cursor, out,
-    x_row, f_row, b_row, gate_row, state_slot, conv_slot, conv_row, W, n, one, eps, bound,
+    x_row, f_row, b_row, gate_row, state_slot, conv_slot, conv_row, W, n, eps, bound,
     BOUND: gl.constexpr, SLOTS: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of step_triton.step_kernel, of one layer; a cluster a head."""
     ROWS: gl.constexpr = 4 * PARTS  # prepared at once, a warp each
     OWN: gl.constexpr = V // PARTS  # rows of the state in a program
-    ALONG_K: gl.constexpr = gl.SliceLayout(0, STATE)  # [16, K / 64, 4]
-    LANES: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, STATE))  # [V, 16]
+    ALONG_K: gl.constexpr = gl.SliceLayout(0, STATE)  # [16, K / 16]
+    LANES: gl.constexpr = gl.SliceLayout(2, STATE)  # [V / 2, 16]
     LINES: gl.constexpr = 2 * SLOTS  # accepted rows and live ones
     GROUPS: gl.constexpr = LINES // ROWS
-    keys = _buffer(SLOTS > 8)
+    BULK: gl.constexpr = SLOTS <= 8  # whether the shared memory that the cluster buffer may have holds a state too
+    keys = _buffer(not BULK)
     decays = keys + LINES * K * 4
     queries = decays + LINES * K * 4
     values = queries + SLOTS * K * 4
@@ -150,15 +146,17 @@ def step_kernel(
     C: gl.constexpr = 2 * HK + H * V
     kind: gl.constexpr = recurrent.dtype.element_ty
     h = gl.program_id(0)
-    # Which row a warp has: neighbours are in different programs.
+    # Rows to prepare: a program has neighbours, which share inputs. Outputs to norm: neighbours in different programs.
     j = gl.arange(0, ROWS, gl.SliceLayout(1, R))
     i = j % 4 * PARTS + j // 4
     d = gl.arange(0, K, gl.SliceLayout(0, R))[None, :]
     channel = h * K + d
     wide = d + gl.zeros([ROWS, K], gl.int32, R)
 
-    # Launched while the kernel in front still runs; nothing was touched yet.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    # Launched while the kernel in front still runs, which writes no weights: a warp has one of the twelve lines of taps
+    # brought into the L2 before it waits for the rest.
+    _prefetch(weight + (j % 4 * C + gl.minimum(j // 4, 2) * HK)[:, None] + h * K + wide // 4 * 4)
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     position = gl.load(cursor).to(gl.int32)
     accepted = gl.load(cursor + 1).to(gl.int32)
     entry = gl.load(cursor + 2)
@@ -166,53 +164,61 @@ def step_kernel(
     first = here - accepted
     first = gl.where(first < 0, first + W, first)
     total = accepted + n
-    # Loads go out before anything waits for one: weights, rows, then the state.
-    weights = weight + channel
-    taps = _taps(weights + HK, C), _taps(weights + 2 * HK, C)
-    _prefetch(weight + h * K + wide // 4 * 4, C)
-    rate = gl.load(A_log + h)
-    shift = gl.load(dt_bias + channel)
+    # Loads go out before anything waits for one: rows, weights, then the state.
     conv_at = conv + entry * conv_slot * 4
     now = _inputs(
-        i, total, accepted, first, W, conv_at, conv_row, log_x, x, x_row, log_f, f, f_row, log_b, b, b_row, h,
+        j, total, accepted, first, W, conv_at, conv_row, log_x, x, x_row, log_f, f, f_row, log_b, b, b_row, h,
         H, K, V, R, True
     )  # fmt: skip
     if GROUPS > 1:
         later = _inputs(
-            i + ROWS, total, accepted, first, W, conv_at, conv_row, log_x, x, x_row, log_f, f, f_row, log_b, b, b_row,
+            j + ROWS, total, accepted, first, W, conv_at, conv_row, log_x, x, x_row, log_f, f, f_row, log_b, b, b_row,
             h, H, K, V, R, True
         )  # fmt: skip
-    kl = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, ALONG_K)))[:, None][:, :, None]
-    ka = gl.arange(0, K // 64, gl.SliceLayout(0, gl.SliceLayout(2, ALONG_K)))[None, :][:, :, None]
-    ki = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ALONG_K)))[None, :][:, None, :]
-    v = gl.arange(0, V, gl.SliceLayout(1, LANES))[:, None]
-    along = ka * 64 + kl * 4 + ki
+    weights = weight + channel
+    taps = _taps(weights + HK, C), _taps(weights + 2 * HK, C), _taps(weights, C)
+    rate = gl.load(A_log + h)
+    shift = gl.load(dt_bias + channel)
+    kl = gl.arange(0, 16, gl.SliceLayout(1, ALONG_K))[:, None]
+    kr = gl.arange(0, K // 16, gl.SliceLayout(0, ALONG_K))[None, :]
+    pair = gl.arange(0, V // 2, gl.SliceLayout(1, LANES))[:, None]
+    v = pair // 2 * 4 + pair % 2
+    along = kr // 4 * 64 + kl * 4 + kr % 4
     state = recurrent + entry * state_slot + h * V * K
-    state = state + v[:, :, None][:, :, :, None] * K + along[None, :, :, :]
-    # The barriers keep the compiler from moving loads.
-    barrier()
-    stored = gl.load(state)
-    barrier()
+    SIZE: gl.constexpr = recurrent.dtype.element_ty.primitive_bitwidth // 8
+    at = keys + 24576
+    if BULK:
+        barrier()
+        _fetch(at, state + _rank() * (OWN * K), OWN * K * SIZE, came + 16)
+    else:
+        state = state + v[:, :, None] * K + along[None, :, :]
+        a_stored = gl.load(state)
+        b_stored = gl.load(state + 2 * K)
     # A row's key, decay, beta and own values, the live ones' queries; then every fourth row of outputs.
     _started(came, total * (2 * K + OWN + 1) * 4 + n * (K * 4), (n + PARTS - 1 - _rank()) // PARTS * (V * 4))
     # A warp without a row goes on.
-    row = _warp() * PARTS + _rank()
+    row = _rank() * 4 + _warp()
     if row < total:
         _hand_over(
-            i, now, taps, weights, rate, shift, BOUND, bound, accepted, total, wide, keys, decays, queries, values,
-            betas, came, V, K, C
+            j, now, taps, rate, shift, BOUND, bound, accepted, row >= accepted, wide, keys, decays, queries, values,
+            betas, came, V, K
         )  # fmt: skip
     if GROUPS > 1:
         if row + ROWS < total:
             _hand_over(
-                i + ROWS, later, taps, weights, rate, shift, BOUND, bound, accepted, total, wide, keys, decays, queries,
-                values, betas, came, V, K, C
+                j + ROWS, later, taps, rate, shift, BOUND, bound, accepted, row + ROWS >= accepted, wide, keys, decays,
+                queries, values, betas, came, V, K
             )  # fmt: skip
     _received(came)
-    _write(i, _slot(first + i, W), now, accepted, total, conv_at, conv_row, log_x, log_f, log_b, channel, h, H, HK, C)
+    # From here on the kernel behind may start, as far as it does not wait for this one: earlier, programs of several
+    # kernels would gather on one processor.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    _write(j, _slot(first + j, W), now, accepted, total, conv_at, conv_row, log_x, log_f, log_b, channel, h, H, HK, C)
     if GROUPS > 1:
         _write(
-            i + ROWS, _slot(first + i + ROWS, W), later, accepted, total, conv_at, conv_row, log_x, log_f, log_b,
+            j + ROWS, _slot(first + j + ROWS, W), later, accepted, total, conv_at, conv_row, log_x, log_f, log_b,
             channel, h, H, HK, C
         )  # fmt: skip
 
@@ -220,43 +226,46 @@ def step_kernel(
     alive = (i < n)[:, None]
     logits = gl.load(gate + (slot * gate_row)[:, None] + (h * V + d), mask=alive)
     scale = gl.load(norm + d)
-    S = stored.to(gl.float32)
-    k_at = along // 4 * 16
+    if BULK:
+        a_at = at + (v % OWN)[:, :, None] * (K * SIZE) + (along // 4 * (4 * SIZE))[None, :, :]
+        b_at = a_at + 2 * K * SIZE
+        _received(came + 16)
+        a_state = _read(a_at, kind)
+        b_state = _read(b_at, kind)
+    else:
+        a_state = a_stored.to(gl.float32)
+        b_state = b_stored.to(gl.float32)
+    keys += along // 4 * 16
+    decays += along // 4 * 16
+    queries += along // 4 * 16
     group = gl.arange(0, 16, gl.SliceLayout(0, LANES))[None, :] // 4
     lane = _lane(v + group)
-    # A lane's own row of the four of its thread.
-    v_at = (v % OWN // 4 * 4 + group) * 4
-    o_at = outputs + (v // 4 * 4 + group) * 4
-    key = _four(keys + k_at)
-    decay = _four(decays + k_at)
-    # Two phases, replay and window, of one loop: `one` keeps the compiler from making two loops of it.
-    for phase in range(one + 1):
-        for t in range(accepted * phase, accepted + n * phase):
-            # A vector of the next row is loaded as soon as this row's has been used for the last time.
-            ahead = gl.minimum(t + 1, total - 1) * (K * 4)
-            value = _single(values + t * (OWN * 4) + v_at)
-            beta = _number(betas + t * 4)
-            S = S * decay[None, :, :, :]
-            decay = _four(decays + ahead + k_at)
-            u = _correction(gl.sum(gl.sum(S * key[None, :, :, :], 3), 2), value, beta, lane)
-            S = S + u[:, :, None][:, :, :, None] * key[None, :, :, :]
-            key = _four(keys + ahead + k_at)
-            if t >= accepted:
-                o = (t - accepted).to(gl.uint32)
-                q = _four(queries + o * (K * 4) + k_at)
-                own = gl.sum(gl.sum(S * q[None, :, :, :], 3), 2)
-                _push_sum(own, lane, o_at + o // PARTS * (V * 4), o % PARTS, came + 8)
-            # What a stored state would hold: a bf16 state is rounded behind every row.
-            S = _rounded(S, kind)
-        if (phase == 0) & (accepted > 0):
-            gl.store(state, S.to(kind))
-
+    # A lane's own row: of the two of a half, and of all four of its thread.
+    a_values = values + (pair // 2 * 4 % OWN + group // 2) * 4
+    b_values = a_values + 8
+    o_at = outputs + (pair // 2 * 4 + group) * 4
+    a_state = a_state * _four(decays)[None, :, :]
+    a_own = _dot(a_state, _four(keys), kr == 0)
+    # A warp has eight rows of the state.
+    mine = _warp() * (8 * K)
+    target = recurrent + entry * state_slot + (h * V + _rank() * OWN) * K + mine
+    stored = a_at if BULK else state
+    a_state, b_state, a_own = _walk(
+        a_state, b_state, a_own, 0, accepted, keys, decays, queries, a_values, b_values, betas, o_at, came + 8, lane,
+        kr == 0, stored, at + mine * SIZE, target, BULK, False, kind, K, V
+    )  # fmt: skip
+    _walk(
+        a_state, b_state, a_own, accepted, n, keys, decays, queries, a_values, b_values, betas, o_at, came + 8, lane,
+        kr == 0, stored, at, target, BULK, True, kind, K, V
+    )  # fmt: skip
     _received(came + 8)
     kept = gl.minimum(i, SLOTS - 1) // PARTS
     y = _four(outputs + (kept * (V * 4))[:, None] + wide // 4 * 16)
     y = y * _rsqrt(gl.sum(y * y, 1) / V + eps)[:, None] * scale * _sigmoid(logits.to(gl.float32))
     y = gl.where(alive, y, 0.0).to(out.dtype.element_ty)
     gl.store(out + (slot * H * V)[:, None] + (h * V + d), y, mask=(i < W)[:, None])
+    if BULK:
+        _sent()
 
 
 def launch(
@@ -274,11 +283,9 @@ def launch(
     H, V, K = recurrent.shape[2:]
     W = log.x.shape[1]
     x_row, f_row, b_row, gate_row, state_slot, _, conv_slot, _, conv_row = strides
-    # Registers for four programs a processor, which the common case fits without spilling.
-    options = {"maxnreg": 128} if rows[0].element_size() == 2 and W <= 8 else {}
     step_kernel[(H,)](
         *rows, w.conv, w.A_log, w.dt_bias, w.o_norm, recurrent, conv, *log, cursor, out,
-        x_row, f_row, b_row, gate_row, state_slot, conv_slot, conv_row, W, n, 1, w.norm_eps, w.lower_bound or 0.0,
+        x_row, f_row, b_row, gate_row, state_slot, conv_slot, conv_row, W, n, w.norm_eps, w.lower_bound or 0.0,
         BOUND=w.lower_bound is not None, SLOTS=8 if W <= 8 else 16, H=H, K=K, V=V,
-        num_warps=4, num_ctas=PARTS.value, launch_pdl=True, **options,
+        num_warps=4, num_ctas=PARTS.value, launch_pdl=True,
     )  # fmt: skip
