@@ -19,7 +19,8 @@ def command(
 ) -> None:
     """Show the machine, versions, paths, settings, what was chosen and why, and whether the model fits.
 
-    Nothing is loaded. Exits with the code of the first problem found: 3 model files, 4 does not fit, 8 store damaged.
+    Nothing is loaded. Exits with the code of the first problem found: 1 K3_HOME not writable, 3 model files, 4 does not
+    fit, 8 store damaged.
     """
     from k3cli.commands.runtime import settings_from
 

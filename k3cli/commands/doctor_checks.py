@@ -252,11 +252,15 @@ def state_bytes(layout: StateLayout) -> tuple[int, int]:
 
 
 def store_health(settings: Settings) -> Iterator[Check]:
-    """Whether every session can be listed, and what the store takes. State is not read: `k3 verify` does that."""
+    """Whether turns can be saved, every session can be listed, and what the store takes. State is not read: `k3 verify`
+    does that."""
     from k3_sessions.errors import StoreError
 
     from k3cli.commands.runtime import open_store
 
+    shut = closed_folder(settings.store_root)
+    if shut is not None:
+        yield Check("store", "writable", "no", f"{shut} takes no files: no turn can be saved", Exit.FAILED)
     if not settings.store_root.exists():
         yield Check("store", "sessions", "none yet", "the folder is made with the first session")
         return
@@ -278,3 +282,17 @@ def store_health(settings: Settings) -> Iterator[Check]:
         known = as_k3_error(problem)
         assert known is not None
         yield Check("store", "problem", str(known), "", known.exit_code)
+
+
+def closed_folder(root: Path) -> Path | None:
+    """The first folder that saving a turn writes to and this process may not, of a store at `root`; None: all are open.
+
+    Where the store is not there yet, what counts is the folder it will be made in.
+    """
+    if root.is_dir():
+        needed = [
+            folder for folder in (root, *(root / name for name in ("objects", "refs", "locks"))) if folder.is_dir()
+        ]
+    else:
+        needed = [next(folder for folder in root.absolute().parents if folder.exists())]
+    return next((folder for folder in needed if not os.access(folder, os.W_OK | os.X_OK)), None)

@@ -32,6 +32,28 @@ def test_no_sessions(k3) -> None:
     assert k3("ls", "--json").events == [{"v": 1, "type": "done", "sessions": 0}]
 
 
+@pytest.mark.parametrize("closed", ["objects", "refs", "locks", ""])
+def test_doctor_says_where_turns_cannot_be_saved(k3, private_home, monkeypatch, closed) -> None:
+    """A store on a disk that is mounted read-only is readable and looks well: only this row tells."""
+
+    def row():
+        return [e for e in k3("doctor", "--json").events if e["type"] == "check" and e["name"] == "writable"]
+
+    assert row() == []
+    if closed:
+        k3("chat", "-s", "a", "-p", "one")
+        assert row() == []
+        folder = private_home / "k3" / "sessions" / closed
+    else:  # the store would be made below a folder that takes nothing
+        private_home.mkdir(exist_ok=True)
+        folder = private_home
+    monkeypatch.setattr(os, "access", lambda path, _mode: str(path) != str(folder))
+    (found,) = row()
+    assert (found["value"], found["ok"]) == ("no", False)
+    assert str(folder) in found["reason"]
+    assert k3("doctor").code == 1
+
+
 def test_ls_shows_forks_below_their_origin_and_bytes_apart(forked) -> None:
     lines = forked("ls").out.splitlines()
     assert lines[0].split()[:5] == ["NAME", "TURNS", "TOKENS", "MLA", "KDA"]
