@@ -20,8 +20,8 @@ PARTS = gl.constexpr(4)
 
 @gluon.jit
 def _buffer(LONG: gl.constexpr):
-    """Address of this program's part of the buffer: 40 KB, of which the state takes the last
-    16, or LONG 47 KB without one. To be called once."""
+    """Address of this program's part of the buffer: 40 KB, of which the state takes the last 16, or LONG 47 KB without
+    one. To be called once."""
     if LONG:
         return gl.inline_asm_elementwise(
             "{ .shared .align 1024 .b8 cluster_rows[48128]; mov.u32 $0, cluster_rows; }", "=r", [], dtype=gl.int32,

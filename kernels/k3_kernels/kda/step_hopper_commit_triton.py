@@ -1,9 +1,9 @@
 """The commit of KDA layers for Hopper in Gluon, K = V = 128: the replay of the accepted rows of all layers, one launch.
 
 A program takes heads in turn and holds a state in registers; rows are prepared a warp each and handed over in shared
-memory, and the chain over them has no barrier: a warp owns whole rows of the state, eight lanes along K. The step has a
-kernel of its own (`step_hopper_triton`), with the same operations in the same order; the tests on a device hold the
-bits of both to each other.
+memory, and the chain over them has no barrier: a warp owns whole rows of the state, sixteen lanes along K. The step has
+a kernel of its own (`step_hopper_triton`), with sums in the same order; the tests on a device hold the bits of both to
+each other.
 """
 
 from __future__ import annotations
