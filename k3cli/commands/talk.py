@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from k3cli.commands.repl import repl
 from k3cli.commands.runtime import head_of, load_engine, other_model, recorded_model, sampling_of
 from k3cli.commands.turns import finish, refuse_unsaved, run_turn, show
 from k3cli.config import Settings
-from k3cli.errors import UsageError
+from k3cli.errors import ContextError, UsageError
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -44,10 +45,13 @@ def talk(
     """
     if request.tool_choice == "required" and not request.add_tools:
         require_tools(tools if mode == "create" else declared_tools(store, name, at))
-    from k3_sessions.errors import IdentityMismatch
+    from k3_sessions.errors import IdentityMismatch, StoreError
 
     from k3cli.engine.conversation import Conversation
+    from k3cli.engine.events import Notice
 
+    head = head_of(settings, system, tools, new=mode == "create")
+    refuse_early(store, request, name, head, mode=mode, at=at)
     if mode != "create":
         settings = recorded_model(settings, store, name, printer)
     sampling = sampling_of(settings)
@@ -64,7 +68,7 @@ def talk(
             mode=mode,
             new=new,
             at=at,
-            head=head_of(settings, system, tools, new=mode == "create"),
+            head=head,
             require_cached=settings.require_cached,
             emit=lambda event: show(event, printer),
         )
@@ -74,18 +78,47 @@ def talk(
         free = partial(new_name, store.exists)
         finish(repl(conversation, printer, sampling, settings.home / "history", free))
         return
-    with conversation:
-        code = run_turn(
-            conversation,
-            messages_of(request, conversation),
-            printer,
-            sampling,
-            tools=request.add_tools,
-            tool_choice=request.tool_choice,
-            response_format=request.response_format,
-        )
-        refuse_unsaved(conversation)
+    try:
+        with conversation:
+            code = run_turn(
+                conversation,
+                messages_of(request, conversation),
+                printer,
+                sampling,
+                tools=request.add_tools,
+                tool_choice=request.tool_choice,
+                response_format=request.response_format,
+            )
+            refuse_unsaved(conversation)
+    except (ContextError, UsageError):  # refused before anything was evaluated: whoever asks again finds the name free
+        if mode == "fork" and new is not None:
+            with suppress(StoreError):
+                store.remove(new)
+            show(Notice("fork-removed", f"session {new} is gone again: its first turn was refused"), printer)
+        raise
     finish(code)
+
+
+def refuse_early(
+    store: Store, request: Request, name: str, head: Mapping[str, Any], *, mode: Mode, at: str | None
+) -> None:
+    """Refuse what the stored session alone can tell, before minutes are spent on loading a model.
+
+    Another head than the session began with, effort without thinking, results that no open call waits for.
+    """
+    from k3cli.engine import record
+    from k3cli.engine.head import Head
+
+    turn = None
+    if mode == "create":
+        Head.new(head, thinking=True)  # the format's default may differ; what contradicts itself does so under each
+    else:
+        session = store.session(name)
+        Head.from_json(session.fixed.get("head", {})).require(head, name)
+        turn_id = at or session.head
+        turn = None if turn_id is None else store.turn(turn_id)
+    if request.results is not None:
+        bind_tool_results(request.results, record.open_calls(turn))
 
 
 def declared_tools(store: Store, name: str, at: str | None) -> list[str]:

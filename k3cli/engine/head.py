@@ -52,11 +52,12 @@ class Head:
         have = self.to_json()
         other = [k for k, v in wanted.items() if _plain(v) != _plain(have[k])]
         if other:
+            again = f", or evaluate this one again under a new head with `k3 replay {session} --into NEW`"
             raise SessionError(
                 f"session {session!r} began with another {' and '.join(other)}",
                 "the head it was created with, which is part of the evaluated prompt",
-                "start a new session, or evaluate this one again under a new head with "
-                f"`k3 replay {session} --into NEW`",
+                # thinking stands in every recorded answer: no head changes that
+                "start a new session" + ("" if "thinking" in other else again),
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -74,6 +74,11 @@ def context_after(turn: Turn) -> RenderContext:
     return RenderContext.from_json(meta_of(turn)["context"])
 
 
+def open_calls(turn: Turn | None) -> list[dict[str, Any]]:
+    """Tool calls of a turn's answer that wait for a result: `id`, `name`, `arguments`, `index`."""
+    return [] if turn is None else list(turn.meta.get("calls") or [])[context_after(turn).tool_index :]
+
+
 def runtime_change(turn: Turn, engine: Engine) -> str:
     """What differs between the machine a turn was made on and this one, as one line; "" when nothing does."""
     # Turns that say nothing of ranks are from before there could be more than one.

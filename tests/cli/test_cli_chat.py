@@ -247,6 +247,49 @@ def test_what_a_thinned_turn_costs_is_said_or_refused(k3, monkeypatch) -> None:
     assert k3("resume", "a", "-p", "four", "--require-cached").code == 0
 
 
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("chat", "-s", "a", "--no-thinking", "-p", "x"), Exit.SESSION, "began with another thinking"),
+        (("chat", "-s", "a", "--effort", "low", "-p", "x"), Exit.SESSION, "began with another effort"),
+        (("chat", "-s", "a", "--tool-result", "{file}"), Exit.USAGE, "no tool call is open"),
+        (("resume", "a", "--at", "1", "--tool-result", "{file}"), Exit.USAGE, "no tool call is open"),
+        (("chat", "-s", "new", "--tool-result", "{file}"), Exit.USAGE, "no tool call is open"),
+        (("chat", "-s", "tools", "--tool-result", "{other}"), Exit.USAGE, "no open call fits the tool result id 'zz'"),
+        (("chat", "-s", "new", "--no-thinking", "--effort", "low", "-p", "x"), Exit.USAGE, "effort 'low' without"),
+    ],
+)
+def test_what_the_session_alone_can_tell_is_refused_before_a_model_is_loaded(
+    k3, tmp_path, monkeypatch, args, code, words
+) -> None:
+    """Loading a large model takes minutes; a refusal that needs none of it comes first."""
+    from k3cli.engine.engine import Engine
+
+    catalogue, result, other = (tmp_path / name for name in ("tools.json", "result", "other"))
+    catalogue.write_text(json.dumps(TOOLS))
+    result.write_text("42")
+    other.write_text('{"id": "zz", "content": "42"}')
+    k3("chat", "-s", "a", "-p", "one")
+    assert "k3: tool call " in k3("chat", "-s", "tools", "--tools", str(catalogue), "-p", "call read").err
+    monkeypatch.setattr(Engine, "load", staticmethod(lambda *_, **__: pytest.fail("a model is loaded")))
+    refused = k3(*(word.format(file=result, other=other) for word in args))
+    assert (refused.code, refused.out) == (code, "")
+    assert words in refused.err
+    assert ("--into" in refused.err) == ("another effort" in words), "thinking is in every answer: no way out but anew"
+
+
+def test_a_fork_whose_first_turn_is_refused_leaves_its_name_free(k3) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    refused = k3("fork", "a", "b", "-p", "x" * 900, "--json", limit=600)
+    assert refused.code == Exit.CONTEXT
+    assert [e["type"] for e in refused.events][-2:] == ["notice", "error"]
+    assert "session b is gone again" in refused.err
+    assert k3("show", "b").code == Exit.SESSION
+    again = k3("fork", "a", "b", "-p", "two", limit=8000)
+    assert (again.code, again.out) == (0, "You said: two\n")
+    assert k3("replay", "a").code == 0
+
+
 def test_limits_and_sampling(k3) -> None:
     done = k3("chat", "-s", "a", "-p", "slow 50", "--max-tokens", "20", "--seed", "3", "-t", "0", "--json")
     assert done.code == 0
