@@ -20,6 +20,7 @@ from k3cli.bench.slice import random_model, slice_config
 from k3cli.bench.stored import save_and_restore
 from k3cli.config import K3_SHAPE, Settings
 from k3cli.errors import FitError, UsageError
+from k3cli.model.choices import kernel_choices
 from k3cli.model.config import ModelConfig
 from k3cli.model.hub import resolve_model
 from k3cli.model.network import DEFAULT_WINDOW
@@ -246,7 +247,7 @@ def planned_peak(
     geometry = Geometry.of(config, 512, kind)
     pool = granules_for(config, geometry, None if free is None else free - weights, kind, plan.chunk) * geometry.granule
     work = workspace(config, kind, plan.chunk, context=plan.depths[-1] + plan.prompt)
-    need = weights + pool + work + _libraries(config, place)
+    need = weights + pool + work + _libraries(config, kind, place)
     tell(
         f"plan{'' if world == 1 else ' of each rank'}: weights {weights / 1e9:.2f} GB, state pool {pool / 1e9:.2f} GB, "
         f"peak {need / 1e9:.2f} of {told} free"
@@ -254,12 +255,13 @@ def planned_peak(
     return need
 
 
-def _libraries(config: ModelConfig, place: torch.device) -> int:
+def _libraries(config: ModelConfig, kind: torch.dtype, place: torch.device) -> int:
     """Bytes torch sets aside for its library of products, by its defaults: a work space for each stream, that of plain
-    steps, the one they are recorded on and the one shared experts run on."""
+    steps, the one they are recorded on and the one shared experts run on, where the library computes them."""
     if place.type != "cuda":
         return 0
-    streams = 2 + (config.moe is not None and config.moe.shared > 0)
+    own = kernel_choices(config, place, kind, DEFAULT_WINDOW)["linear.few"].kernel
+    streams = 2 + (config.moe is not None and config.moe.shared > 0 and not own)
     return streams * ((32 << 20) if torch.cuda.get_device_capability(place)[0] >= 9 else (8 << 20) + (128 << 10))
 
 
