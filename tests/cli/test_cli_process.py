@@ -41,9 +41,18 @@ def test_a_signal_stops_the_answer_and_the_turn_is_saved(spawn, k3, number, code
     assert (done.code, done.out) == (0, "You said: still there\n")
 
 
-@pytest.mark.parametrize("module", ["typer.models", "torch.types"])
-def test_ctrl_c_while_the_program_starts_is_one_line(process_env, module) -> None:
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("typer.models", signal.SIGINT),
+        ("typer.models", signal.SIGTERM),
+        ("typer.models", signal.SIGHUP),
+        ("torch.types", signal.SIGINT),
+    ],
+)
+def test_a_signal_while_the_program_starts_is_one_line(process_env, module, number) -> None:
     """Before the handlers of `main` are there, and after."""
+    before = signal.signal(number, signal.SIG_DFL)  # see above
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "-m", "k3cli", "chat", "-p", "hello", "--json"],
         env=process_env,
@@ -51,14 +60,16 @@ def test_ctrl_c_while_the_program_starts_is_one_line(process_env, module) -> Non
         stderr=subprocess.PIPE,
         text=True,
     )
+    signal.signal(number, before)
     for line in process.stderr:
         if line.rstrip().endswith(f" {module}"):
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    word, code = ("interrupted", 130) if number == signal.SIGINT else ("terminated", 143)
+    assert process.returncode == code, err
     said = [line for line in err.splitlines() if not line.startswith("import time:")]
-    assert said == ["k3: error: interrupted"]
+    assert said == [f"k3: error: {word}"]
     if module == "torch.types":
         assert [json.loads(line)["type"] for line in out.splitlines()] == ["error"]
 
