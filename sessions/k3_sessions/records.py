@@ -154,7 +154,9 @@ def unseal(data: bytes, kind: str, where: str) -> dict[str, Any]:
     """Checked content of a sealed line. Raises Damaged or FormatUnsupported."""
 
     def damaged(what: str) -> Damaged:
-        return Damaged(f"{where} {what}", f"a k3 {kind} file", REPAIR, object=where)
+        # an exported file is no part of the store: nothing there to verify or to repair
+        do = "copy the file again" if kind == "export" else REPAIR
+        return Damaged(f"{where} {what}", f"a k3 {kind} file", do, object=where)
 
     try:
         body = orjson.loads(data)

@@ -188,10 +188,12 @@ def test_a_damaged_export_is_refused_and_leaves_nothing(store, tmp_path, what):
     for number, variant in enumerate(variants):
         file = tmp_path / f"bad{number}"
         file.write_bytes(variant)
-        with pytest.raises(Damaged):
+        with pytest.raises(Damaged) as refused:
             other.import_(file, "a")
+        assert "k3 repair" not in str(refused.value), "no store is damaged"
         assert other.sessions() == []
-    assert [path for path, _ in files(other) if path.startswith(("objects", "refs"))] == []
+    left = [path for path, _ in files(other) if path.startswith(("objects", "refs", "locks"))]
+    assert left == ["locks/refs", "locks/store"], "no lock file tells the next writer of a crash, either"
 
 
 def test_an_export_of_a_damaged_session_leaves_no_file(store, tmp_path):
