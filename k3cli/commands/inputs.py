@@ -26,7 +26,8 @@ def read_text(path: str, what: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as problem:
-        raise UsageError(f"{what} {path} has byte {raw[problem.start]:#04x} at {problem.start}", "UTF-8 text") from None
+        where = what if path == "-" and what == "stdin" else f"{what} {path}"
+        raise UsageError(f"{where} has byte {raw[problem.start]:#04x} at {problem.start}", "UTF-8 text") from None
 
 
 @dataclass(frozen=True)

@@ -161,10 +161,12 @@ def _into(
     from k3cli.commands.inputs import read_system, read_tools
     from k3cli.commands.runtime import head_of, load_engine, refuse_existing
     from k3cli.commands.turns import show
+    from k3cli.engine.head import Head
     from k3cli.engine.replay import replay_into
 
     refuse_existing(store, new)
     head = head_of(settings, read_system(system), read_tools(tools), new=False)
+    Head.from_json(store.session(name).fixed.get("head", {})).evaluated_under(head)  # before minutes of loading
     engine = load_engine(settings, printer)
     for event in replay_into(engine, store, name, new, head=head or None):
         show(event, printer)

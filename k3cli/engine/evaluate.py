@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from k3cli.engine.head import Head
 from k3cli.engine.restore import InterruptedWorkError
 from k3cli.engine.saving import Saver, save_events
 from k3cli.engine.timeline import Cancel, never, overflow
-from k3cli.errors import ModelError, UsageError
+from k3cli.errors import ModelError
 
 if TYPE_CHECKING:
     from k3cli.engine.engine import Engine
@@ -87,10 +86,7 @@ def replay_into(
             "use a model of the same family",
         )
     old = Head.from_json(session.fixed.get("head", {}))
-    wanted = {key: value for key, value in (head or {}).items() if value is not None}
-    fresh = replace(old, **wanted | ({"tools": tuple(wanted["tools"])} if "tools" in wanted else {}))
-    if fresh.thinking != old.thinking:
-        raise UsageError(f"thinking switched {'on' if fresh.thinking else 'off'}", "as recorded in every answer")
+    fresh = old.evaluated_under(head)
     renderer = engine.renderer
     old_ids, new_ids = (renderer.render_head(h.tools, h.thinking, h.effort, h.system) for h in (old, fresh))
     turns = store.log(name)

@@ -60,6 +60,18 @@ class Head:
                 "start a new session" + ("" if "thinking" in other else again),
             )
 
+    def evaluated_under(self, asked: Mapping[str, Any] | None) -> Head:
+        """This head with `asked` in it, for the same answers evaluated anew. UsageError when thinking is switched."""
+        wanted = {key: value for key, value in _known(asked).items() if value is not None}
+        fresh = replace(self, **wanted | ({"tools": tuple(wanted["tools"])} if "tools" in wanted else {}))
+        if fresh.thinking != self.thinking:
+            raise UsageError(
+                f"thinking switched {'on' if fresh.thinking else 'off'}",
+                "as recorded in every answer",
+                "start a new session for the other way",
+            )
+        return fresh
+
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"tools": [dict(tool) for tool in self.tools]}
 

@@ -247,6 +247,15 @@ def test_what_a_thinned_turn_costs_is_said_or_refused(k3, monkeypatch) -> None:
     assert k3("resume", "a", "-p", "four", "--require-cached").code == 0
 
 
+def test_bytes_that_are_no_text_name_where_they_came_from(k3, tmp_path) -> None:
+    (tmp_path / "f").write_bytes(b"ab\xff")
+    says = "has byte 0xff at 2; expected UTF-8 text\n"
+    assert k3("chat", "-s", "a", stdin=b"ab\xff").err == f"k3: error: stdin {says}"
+    assert k3("chat", "-s", "a", "-p", "x", "--system", "-", stdin=b"ab\xff").err == f"k3: error: --system - {says}"
+    file = str(tmp_path / "f")
+    assert k3("chat", "-s", "a", "-p", "x", "--system", file).err == f"k3: error: --system {file} {says}"
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
@@ -257,6 +266,7 @@ def test_what_a_thinned_turn_costs_is_said_or_refused(k3, monkeypatch) -> None:
         (("chat", "-s", "new", "--tool-result", "{file}"), Exit.USAGE, "no tool call is open"),
         (("chat", "-s", "tools", "--tool-result", "{other}"), Exit.USAGE, "no open call fits the tool result id 'zz'"),
         (("chat", "-s", "new", "--no-thinking", "--effort", "low", "-p", "x"), Exit.USAGE, "effort 'low' without"),
+        (("replay", "a", "--into", "b", "--no-thinking"), Exit.USAGE, "thinking switched off"),
     ],
 )
 def test_what_the_session_alone_can_tell_is_refused_before_a_model_is_loaded(
