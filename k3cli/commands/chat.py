@@ -65,6 +65,7 @@ def command(
         add_tools=add_tools,
         tool_choice=tool_choice,
         response_format=response_format,
+        head={"--system": system, "--tools": tools},
         json=json,
     )
     system_text, catalogue = read_system(system), read_tools(tools)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def read_request(
     add_tools: str | None = None,
     tool_choice: str | None = None,
     response_format: str | None = None,
+    head: Mapping[str, str | None] | None = None,
     json: bool = False,
 ) -> Request:
     """Read and check everything the user handed over for this run.
@@ -60,17 +62,19 @@ def read_request(
     `-p TEXT` alone never touches stdin. `-` reads stdin (`-p -` too); with `-p TEXT -` stdin follows the text after an
     empty line. With neither, and no tool result, a stdin that is not a terminal is the prompt. A run that is left
     without a prompt needs a terminal on both sides, and takes nothing that is for one turn. Raises UsageError.
+    head: other options that name files, by option: only one of all may be stdin, which can be read once.
     """
     if dash not in (None, "-"):
         raise UsageError(f"unexpected argument {dash!r}", "- (read stdin) or nothing", "give the prompt with -p TEXT")
     if prompt == "-":
         prompt, dash = None, "-"
-    if tool_result == "-" and dash == "-":
-        raise UsageError("both the prompt and --tool-result are read from stdin", "only one of them")
+    piped_prompt = dash == "-" or (prompt is None and tool_result is None and not sys.stdin.isatty())
+    files = {"--tool-result": tool_result, "--add-tools": add_tools, "--response-format": response_format}
+    refuse_shared_stdin({"the prompt": "-" if piped_prompt else None, **files, **(head or {})})
     if tool_choice not in (None, "auto", "none", "required"):
         raise UsageError(f"--tool-choice is {tool_choice!r}", "auto, none or required")
     text = None if prompt is None else _not_empty(prompt, "the text of -p")
-    if dash == "-" or (prompt is None and tool_result is None and not sys.stdin.isatty()):
+    if piped_prompt:
         piped = read_text("-", "stdin").rstrip("\n")
         text = _not_empty(piped, "stdin") if text is None else (text + "\n\n" + piped if piped else text)
     request = Request(
@@ -87,6 +91,13 @@ def read_request(
         one_turn = {"--add-tools": add_tools, "--tool-choice": request.tool_choice}
         refuse_unused({**one_turn, "--response-format": response_format}, "without a prompt", f"{ONE_SHOT}, one turn")
     return request
+
+
+def refuse_shared_stdin(paths: Mapping[str, str | None]) -> None:
+    """Refuse a second reader of stdin, which would find it empty. paths: by what they are for."""
+    readers = [what for what, path in paths.items() if path == "-"]
+    if len(readers) > 1:
+        raise UsageError(f"both {readers[0]} and {readers[1]} are read from stdin", "only one of them")
 
 
 def read_system(path: str | None) -> str | None:

@@ -158,13 +158,14 @@ def _score(store: Store, settings: Settings, printer: Printer, name: str) -> Non
 def _into(
     store: Store, settings: Settings, printer: Printer, name: str, new: str, system: str | None, tools: str | None
 ) -> None:
-    from k3cli.commands.inputs import read_system, read_tools
+    from k3cli.commands.inputs import read_system, read_tools, refuse_shared_stdin
     from k3cli.commands.runtime import head_of, load_engine, refuse_existing
     from k3cli.commands.turns import show
     from k3cli.engine.head import Head
     from k3cli.engine.replay import replay_into
 
     refuse_existing(store, new)
+    refuse_shared_stdin({"--system": system, "--tools": tools})
     head = head_of(settings, read_system(system), read_tools(tools), new=False)
     Head.from_json(store.session(name).fixed.get("head", {})).evaluated_under(head)  # before minutes of loading
     engine = load_engine(settings, printer)

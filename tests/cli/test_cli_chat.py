@@ -247,6 +247,21 @@ def test_what_a_thinned_turn_costs_is_said_or_refused(k3, monkeypatch) -> None:
     assert k3("resume", "a", "-p", "four", "--require-cached").code == 0
 
 
+@pytest.mark.parametrize(
+    ("args", "readers"),
+    [
+        (("--system", "-"), "the prompt and --system"),
+        (("--tools", "-", "-"), "the prompt and --tools"),
+        (("-p", "x", "-", "--tool-result", "-"), "the prompt and --tool-result"),
+        (("-p", "x", "--system", "-", "--add-tools", "-"), "--add-tools and --system"),
+        (("-p", "x", "--tools", "-", "--response-format", "-"), "--response-format and --tools"),
+    ],
+)
+def test_stdin_has_one_reader(k3, args, readers) -> None:
+    done = k3("chat", "-s", "a", *args, stdin="text")
+    assert (done.code, done.err) == (2, f"k3: error: both {readers} are read from stdin; expected only one of them\n")
+
+
 def test_bytes_that_are_no_text_name_where_they_came_from(k3, tmp_path) -> None:
     (tmp_path / "f").write_bytes(b"ab\xff")
     says = "has byte 0xff at 2; expected UTF-8 text\n"
