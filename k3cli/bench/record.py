@@ -208,8 +208,10 @@ def read(file: Path) -> tuple[Row, list[Row]]:
     """(run, rows) of a result file; a last line cut by a crash is dropped. UsageError for anything else."""
     try:
         lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"{file}: {problem}", "results that `k3 bench -o` wrote") from None
+    except OSError as problem:
+        raise UsageError(f"{file}: {problem.strerror}", "results that `k3 bench -o` wrote") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is no text", "results that `k3 bench -o` wrote") from None
     rows = list(_parsed(lines, file))
     if not rows or rows[0].get("row") != "run" or rows[0].get("v") != SCHEMA:
         raise UsageError(f"{file} starts with no run", "results that `k3 bench -o` wrote")

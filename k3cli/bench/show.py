@@ -127,4 +127,5 @@ def plot(run: Row, rows: Sequence[Row], file: Path) -> None:
     try:
         figure.savefig(file)
     except (OSError, ValueError) as problem:
-        raise K3Error(f"{file}: {problem}", "a picture file k3 may write", "give another FILE.png") from None
+        told = getattr(problem, "strerror", None) or problem
+        raise K3Error(f"{file}: {told}", "a picture file k3 may write", "give another FILE.png") from None

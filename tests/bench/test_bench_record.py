@@ -213,3 +213,11 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured
     assert code == 1
     assert "picture file" in err
     assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_what_is_no_results_file_is_told_in_plain_words(tmp_path: Path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, said in (("gone", "gone: No such file"), (".", ": Is a directory"), ("binary", "binary is no text")):
+        with pytest.raises(UsageError, match=said) as told:
+            record.read(tmp_path / name)
+        assert "Errno" not in str(told.value)
