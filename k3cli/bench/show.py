@@ -48,6 +48,8 @@ def note(row: Row) -> str:
     for key in ("state", "note"):
         if row.get(key):
             found.append(str(row[key]))
+    if "filesystem" in row:
+        found.append(" ".join(filter(None, (row["filesystem"], row.get("cache")))))
     if "peer_seconds" in row:
         found.append(f"{row['peer']} {duration(row['peer_seconds'])}")
     if "target_seconds" in row:
@@ -55,6 +57,14 @@ def note(row: Row) -> str:
     if "planned" in row:
         found.append(f"planned {human_bytes(row['planned'])}, peak {human_bytes(row['peak'])}")
     return "; ".join(found)
+
+
+def plainly(run: Row) -> list[str]:
+    """What runs as reference and why, a line for each reason; nothing of a run that doesn't tell."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in run.get("reference", {}).items():
+        reasons.setdefault(reason, []).append(name)
+    return [f"reference (torch): {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def drafted(row: Row) -> str:
@@ -117,10 +127,11 @@ def plot(run: Row, rows: Sequence[Row], file: Path) -> None:
     figure, axes = pyplot.subplots(1, len(drawn), figsize=(6 * len(drawn), 4), squeeze=False)
     for axis, (kind, points) in zip(axes[0], drawn.items(), strict=True):
         depths, measured, floor = zip(*points, strict=True)
-        axis.plot(depths, measured, "o-", label="measured")
+        axis.plot(depths, measured, "o-", label="measured", clip_on=False)
         axis.plot(depths, floor, "k--", label="floor")
         axis.set(xlabel="tokens behind", ylabel="tokens/s", title=kind, ylim=(0, None))
         axis.set_xscale("symlog", linthresh=1024)
+        axis.set_xlim(left=0)  # the scale would show as much below nothing
         axis.legend()
     figure.suptitle(f"{run['model']} on {run['device']}, {run['dtype']}, {run['commit']}", fontsize="medium")
     figure.tight_layout()

@@ -184,10 +184,11 @@ def test_what_is_drawn_of_a_ladder(tmp_path: Path):
 def test_recorded_results_are_drawn_wherever_they_were_measured(
     bench: Callable[..., tuple[int, str, str]], tmp_path: Path
 ):
-    pytest.importorskip("matplotlib")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
     picture = tmp_path / "p.png"
     assert bench("plot", str(ladder_file(tmp_path)), str(picture)) == (0, "", "")
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {axis.get_xlim()[0] for axis in pyplot.gcf().axes} == {0}  # nothing is behind fewer tokens than none
     code, _, err = bench("plot", str(tmp_path / "ladder.jsonl"), str(tmp_path / "p.poem"))
     assert code == 1
     assert "a picture file" in err
