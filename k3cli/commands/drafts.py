@@ -90,9 +90,11 @@ class Drafts:
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > LARGEST:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST + 1)  # no more, whatever size a device or a pipe claims to have
+        if len(raw) > LARGEST:
             raise UsageError(f"--draft-from {path} has more than {LARGEST >> 20} MiB", "a smaller text")
-        return path.read_text(encoding="utf-8")
+        return raw.decode().replace("\r\n", "\n")
     except OSError as problem:
         raise UsageError(f"--draft-from {path}: {problem.strerror}", "a text file, or session:NAME") from None
     except ValueError:

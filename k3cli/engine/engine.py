@@ -18,7 +18,7 @@ from k3cli.engine.drafting.policy import Costs
 from k3cli.engine.drafting.rehearsal import time_draft, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.timeline import Timeline
-from k3cli.errors import ModelError, UsageError
+from k3cli.errors import FitError, ModelError, UsageError
 
 if TYPE_CHECKING:
     from k3cli.chat.renderer import Renderer
@@ -186,7 +186,12 @@ class Engine:
             embed, head = whole_tables(self.folder, model.config, self.device, model.dtype)
         else:
             embed, head = model.weights.embed, model.weights.head
-        draft = load_draft(folder, model.config, embed, head)
+        try:
+            draft = load_draft(folder, model.config, embed, head)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise FitError(
+                f"memory ran out for the draft in {folder}", "room for it beside the model", "use --spec suffix"
+            ) from None
         model.tap_layers = draft.config.taps
         return draft
 

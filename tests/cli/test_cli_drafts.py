@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from k3cli.commands import drafts
 from k3cli.commands.drafts import Drafts
 from k3cli.config import NANO
 from k3cli.engine.drafting.choose import choose
 from k3cli.engine.drafting.policy import Policy
-from k3cli.errors import ModelError
+from k3cli.errors import ModelError, UsageError
 
 
 def test_drafts_are_told_and_change_no_answer(k3, monkeypatch) -> None:
@@ -111,3 +115,19 @@ def test_an_own_draft_that_cannot_be_used_is_told() -> None:
     with pytest.raises(ModelError):
         Drafts(choose("both"), None, (), ()).apply(Refusing(), None)
     assert Drafts(choose("suffix"), None, (), ()).apply(Refusing(), None) == ""
+
+
+@pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="names a pipe by its number")
+def test_no_more_is_read_of_a_text_than_may_be(monkeypatch) -> None:
+    """A pipe and a device have no size beforehand."""
+    for text, found in ((b"one\r\ntwo", "one\ntwo"), (b"one\r\ntwo and more", None)):
+        monkeypatch.setattr(drafts, "LARGEST", 8)
+        source, sink = os.pipe()
+        os.write(sink, text)
+        os.close(sink)
+        if found is None:
+            with pytest.raises(UsageError, match="a smaller text"):
+                drafts._text(Path(f"/dev/fd/{source}"))
+        else:
+            assert drafts._text(Path(f"/dev/fd/{source}")) == found
+        os.close(source)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from k3_sessions.config import StoreConfig
 from k3_sessions.store import Store
+from safetensors.torch import load_file, save_file
 
+from k3cli.commands.drafts import Drafts
 from k3cli.config import NANO
 from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
@@ -20,6 +22,8 @@ from k3cli.engine.drafting.choose import OFF, choose
 from k3cli.engine.engine import Engine
 from k3cli.engine.replay import replay
 from k3cli.engine.sampling import Sampling
+from k3cli.errors import FitError
+from k3cli.model.dspark import weights
 
 SAMPLINGS = {
     "greedy": {"temperature": 0, "seed": 1},
@@ -138,6 +142,37 @@ def test_a_draft_that_breaks_turns_itself_off(nano, session, monkeypatch) -> Non
     drawn = list(timeline.generate(Sampling(**SAMPLINGS["greedy"]), (), 5))
     assert len(drawn) == 5
     assert "out of memory" in timeline.speculator.take_failure()
+    nano.speculate(OFF)
+
+
+def test_a_draft_of_damaged_numbers_turns_itself_off(nano, tmp_path) -> None:
+    """Shapes and types are right, so that it loads."""
+    tensors = load_file(NANO / "dspark" / "model.safetensors")
+    save_file({name: tensor.fill_(torch.nan) for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((NANO / "dspark" / "config.json").read_bytes())
+    prompt, drawn = nano.tokenizer.encode_text("How does k3 keep sessions?"), []
+    for spec in ("off", f"dspark:{tmp_path}", f"both:{tmp_path}"):
+        nano.speculate(choose(spec))
+        timeline = nano.timeline(prompt)
+        drawn.append(list(timeline.generate(Sampling(**SAMPLINGS["warm"]), (), 12)))
+        if spec != "off":
+            assert timeline.speculator.take_failure() == "ValueError: the draft model's logits are not finite"
+    nano.speculate(OFF)
+    assert drawn[1] == drawn[2] == drawn[0]
+
+
+def test_a_draft_that_memory_has_no_room_for(nano, monkeypatch) -> None:
+    """Asked for, it is refused; a model's own, which nobody asked for, is done without."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(weights, "load_draft", full)
+    with pytest.raises(FitError, match="memory ran out for the draft"):
+        nano.speculate(choose("dspark"))
+    told = Drafts(choose("auto"), None, (), (), auto=True).apply(nano, None)
+    assert "memory ran out for the draft" in told
+    assert nano.timeline().speculator.drafter.name == "suffix"
     nano.speculate(OFF)
 
 

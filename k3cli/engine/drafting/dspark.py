@@ -15,6 +15,7 @@ from torch import Tensor
 
 from k3cli.engine.drafting.drafter import NOTHING, Draft
 from k3cli.engine.sampling import draw
+from k3cli.errors import K3Error
 from k3cli.model.dspark.network import DraftCache
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ class DSparkDrafter:
         self._flush()
 
         def pick(logits: Tensor, at: int) -> int:
-            return draw(logits.unsqueeze(0), [at], sampling)[0]
+            try:
+                return draw(logits.unsqueeze(0), [at], sampling)[0]
+            except K3Error:  # its words are about the target
+                raise ValueError("the draft model's logits are not finite") from None
 
         ids, confidence = self.model.draft(self._cache, context[position], position, k, pick, LEAST)
         return Draft(ids, confidence or None)
