@@ -40,7 +40,7 @@ def parts(config: ModelConfig, dtype: torch.dtype, rows: int, depth: int, *, pre
 
     A prefill expands keys and values of everything behind; a decode or verify step works on latents as they are.
     """
-    found = {name: Work(*work) for name, work in _weights(config, dtype, rows)}
+    found = {name: Work(*work) for name, work in _weights(config, dtype, rows, prefill)}
     state = state_size(config, dtype)
     kda, mla, n_mla = config.kda, config.mla, len(config.mla_layers)
     if config.kda_layers:
@@ -62,7 +62,9 @@ def total(work: dict[str, Work]) -> Work:
     return Work(sum(w.bytes for w in work.values()), sum(w.flops for w in work.values()))
 
 
-def _weights(config: ModelConfig, dtype: torch.dtype, rows: int) -> Iterator[tuple[str, tuple[float, float]]]:
+def _weights(
+    config: ModelConfig, dtype: torch.dtype, rows: int, prefill: bool
+) -> Iterator[tuple[str, tuple[float, float]]]:
     for entry in weigh(config, dtype):
         size: float = entry.loaded
         if entry.name == "embedding":
@@ -80,5 +82,5 @@ def _weights(config: ModelConfig, dtype: torch.dtype, rows: int) -> Iterator[tup
             mla = config.mla
             size -= len(config.mla_layers) * mla.heads * (mla.nope_dim + mla.v_dim) * mla.kv_rank * dtype.itemsize
         item = 4 if entry.name in ("router", "norms and mixing") else dtype.itemsize
-        scored = 1 if entry.name == "head" else rows
+        scored = 1 if entry.name == "head" and prefill else rows  # of a prefill, the last row is asked for
         yield entry.name, (size, 2 * size / item * scored)

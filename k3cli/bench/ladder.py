@@ -56,19 +56,22 @@ class Ladder:
         """Bytes on the device that the measuring itself holds."""
         return 0 if self._flush is None else self._flush.nbytes
 
-    def climb(self, results: Results) -> Iterator[Row]:
-        """Measures every cell that `results` lacks and yields its row, finished or failed."""
+    def climb(
+        self, results: Results, left: Callable[[int], bool], behind: Callable[[int], Iterator[Row]]
+    ) -> Iterator[Row]:
+        """Measures every cell that `results` lacks and yields its row, finished or failed.
+
+        behind(depth): rows after the cells of a depth. left: whether the state has to be there for them.
+        """
         for depth in self.plan.depths:
-            cells = list(self._cells(depth))
-            open_cells = [(cell, work) for cell, work in cells if results.done(**cell) is None]
-            if not open_cells:
-                continue
-            if self.state.position < depth:
+            open_cells = [(cell, work) for cell, work in self._cells(depth) if results.done(**cell) is None]
+            if (open_cells or left(depth)) and self.state.position < depth:
                 yield results.add(self._extend(depth))
                 if self.state.position < depth:
                     return  # the way there failed; every deeper cell would too
             for cell, work in open_cells:
                 yield results.add({**cell, **self._guarded(work)})
+            yield from behind(depth)
 
     def _cells(self, depth: int) -> Iterator[tuple[Row, Callable[[], Row]]]:
         if self.plan.prompt:

@@ -27,8 +27,9 @@ LIBRARIES = ("torch", "triton", "fla-core")
 SAME_TO_COMPARE = ("model", "config", "dtype", "window", "device", "cache", "chunk")
 NAMES = ("row", "op", "shape", "depth", "tokens", "text", "spec", "temperature")
 """What tells rows apart."""
-FIGURES = ("seconds", "spread", "tokens_per_second", "floor_seconds")
+FIGURES = ("seconds", "spread", "tokens_per_second", "floor_seconds", "bandwidth", "matrix_rate")
 """What is reckoned with when results are read back."""
+NEVER_ZERO = ("seconds", "bandwidth", "matrix_rate")
 BEGINNING = json.dumps({"v": SCHEMA, "row": "run"})[:-1].encode()
 """How every file of results begins."""
 SAME_TO_RESUME = (*SAME_TO_COMPARE, "world", "versions", "commit", "kernels")
@@ -86,9 +87,18 @@ def run_row(**conditions: Any) -> Row:
         "versions": versions(),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
+        "ram": _ram(),
         "load": load,
         **conditions,
     }
+
+
+def _ram(pages: str = "SC_PHYS_PAGES") -> int | None:
+    """Bytes of main memory; None where the system doesn't say."""
+    try:
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 @dataclass
@@ -121,11 +131,21 @@ class Results:
             )
         if _mend_last_line(file):
             tell(f"the last row of {file} was cut: what it held is measured again")
-        return Results(before, [row for row in rows if "error" not in row], file)
+        finished = [row for row in rows if "error" not in row]
+        if number := len(finished):
+            row = f"{number} finished row{'s' * (number > 1)}"
+            tell(f"{file} has {row}; the others get the rates that were measured when it was begun")
+        return Results(run | before, finished, file)
 
     def done(self, **cell: Any) -> Row | None:
         """The finished row of a cell, None when it has still to be measured."""
-        return next((row for row in self.rows if all(row.get(k) == v for k, v in cell.items())), None)
+        finished = (row for row in self.rows if "error" not in row)
+        return next((row for row in finished if all(row.get(k) == v for k, v in cell.items())), None)
+
+    @property
+    def ceilings(self) -> tuple[float, float]:
+        """(bytes per second, operations per second) as they were measured when these results were begun."""
+        return self.run["bandwidth"], self.run["matrix_rate"]
 
     def add(self, row: Row) -> Row:
         row = {"v": SCHEMA, **row}
@@ -237,7 +257,9 @@ def _parsed(lines: Sequence[str], file: Path) -> Iterator[Row]:
 def _possible(key: str, value: Any) -> bool:
     if key in NAMES:
         return isinstance(value, str | int | float)
-    return isinstance(value, int | float) and math.isfinite(value) and (value > 0 or (value == 0 and key != "seconds"))
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return value > 0 or (value == 0 and key not in NEVER_ZERO)
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -253,8 +275,9 @@ def compare(first: Path, second: Path) -> list[Row]:
             raise UsageError(
                 f"{key} is {run_a.get(key)} in {first} and {run_b.get(key)} in {second}", "runs under equal conditions"
             )
-    by_b = {identity(row): row for row in rows_b if "seconds" in row}
-    ours = {identity(row): row for row in rows_a if "seconds" in row}
+    # How far it was to a depth depends on where the run was begun, or gone on with.
+    by_b = {identity(row): row for row in rows_b if "seconds" in row and row.get("row") != "extend"}
+    ours = {identity(row): row for row in rows_a if "seconds" in row and row.get("row") != "extend"}
     alone = [*(key for key in ours if key not in by_b), *(key for key in by_b if key not in ours)]
     if alone or not ours:
         name = " ".join(str(part) for part in alone[0] if part is not None) if alone else "nothing"

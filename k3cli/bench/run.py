@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import torch
 
+from k3cli.bench.behind import allowed, behind, left
 from k3cli.bench.ceilings import ceilings
+from k3cli.bench.device import device_name, peak, references
 from k3cli.bench.ladder import Ladder, Plan
 from k3cli.bench.record import Results, Row, run_row
-from k3cli.bench.shares import derive, shares
 from k3cli.bench.slice import random_model, slice_config
-from k3cli.bench.stored import save_and_restore
 from k3cli.config import K3_SHAPE, Settings
 from k3cli.errors import FitError, UsageError
 from k3cli.model.choices import kernel_choices
@@ -175,61 +174,31 @@ def _measured(
         chunk=plan.chunk,
         cache="cold" if plan.cold else "warm",
         kernels=model.kernels,
+        reference=references(what.config, what.place, model.dtype, model.window, what.world),
         bandwidth=limits[0],
         matrix_rate=limits[1],
     )
     results = Results.open(run, file, tell)
-    yield run
-    ladder = Ladder(model, what.config, plan, limits)
-    for row in ladder.climb(results):
-        yield row
-        if row.get("tokens") != plan.windows[-1] or row["row"] not in ("decode", "verify") or "error" in row:
-            continue
+    yield results.run
+    ladder = Ladder(model, what.config, plan, results.ceilings)
+    home = ask.settings.home if ask.stored else None
+    last = {"row": "verify" if plan.windows[-1] > 1 else "decode", "tokens": plan.windows[-1]}
+
+    def more(depth: int) -> Iterator[Row]:
+        if results.done(depth=depth, **last) is None:
+            return
         if ask.verify:
-            yield from _allowed(results, plan, row["depth"])
+            yield from allowed(plan.windows, results, depth)
         else:
-            yield from _behind(ladder, results, what, row["depth"], ask.settings.home if ask.stored else None)
+            yield from behind(model, ladder.state, what.whole, results, depth, home)
+
+    yield from ladder.climb(results, lambda depth: not ask.verify and left(results, depth, home), more)
     if not ask.verify and results.done(row="memory") is None:
         note = "" if what.place.type == "cuda" else "the peak is the whole process's"
         if what.world > 1:
             note = "; ".join(filter(None, (note, "of rank 0")))
         most = max(made, peak(what.place) - ladder.own)
         yield results.add({"row": "memory", "planned": planned, "peak": most, "note": note})
-
-
-def _behind(ladder: Ladder, results: Results, what: Subject, depth: int, home: Path | None) -> Iterator[Row]:
-    """Behind the last step of a depth: shares, what follows for the whole model, save and restore."""
-    if results.done(row="shares", depth=depth) is None:
-        ids = torch.randint(0, what.config.vocab, (1,)).to(ladder.model.device)
-        cell = {"row": "shares", "depth": depth, "tokens": 1}
-        try:
-            found = shares(ladder.model, ladder.state, ids)
-        except RuntimeError as problem:
-            yield results.add({**cell, "error": str(problem)})
-        else:
-            yield results.add({**cell, **found})
-            step = results.done(row="decode", depth=depth, tokens=1)
-            if step is not None and len(what.config.layers) < len(what.whole.layers):
-                whole = derive(what.whole, what.config, step["seconds"], found["shares"])
-                yield results.add({**cell, "row": "whole", **whole})
-    if home is not None and depth and results.done(row="restore", depth=depth) is None:
-        try:
-            saved, restored = save_and_restore(ladder.model, ladder.state, home)
-        except Exception as problem:  # whatever the disk says belongs into the table
-            yield results.add({"row": "save", "depth": depth, "error": f"{type(problem).__name__}: {problem}"})
-        else:
-            yield results.add({"row": "save", "depth": depth, **saved})
-            yield results.add({"row": "restore", "depth": depth, **restored})
-
-
-def _allowed(results: Results, plan: Plan, depth: int) -> Iterator[Row]:
-    """The speed-up that the steps at a depth allow for published acceptance."""
-    from k3cli.bench.spec import implied
-
-    steps = {n: results.done(depth=depth, tokens=n, row="verify" if n > 1 else "decode") for n in plan.windows}
-    seconds = {n: step["seconds"] for n, step in steps.items() if step is not None and "error" not in step}
-    if 1 in seconds and len(seconds) > 1:
-        yield results.add(implied(seconds, depth, "of these layers"))
 
 
 def planned_peak(
@@ -242,7 +211,9 @@ def planned_peak(
     told = "unknown" if free is None else f"{free / 1e9:.1f} GB"
     if free is not None and weights > free:
         raise FitError(
-            f"the weights take {weights / 1e9:.1f} GB on {place}, {told} are free", "room", "a lower --slice"
+            f"the weights take {weights / 1e9:.1f} GB on {place}, {told} are free",
+            "room",
+            "--slice with fewer layers" if len(config.layers) > 1 else "a device with more memory, or --gpus",
         )
     geometry = Geometry.of(config, 512, kind)
     pool = granules_for(config, geometry, None if free is None else free - weights, kind, plan.chunk) * geometry.granule
@@ -263,19 +234,6 @@ def _libraries(config: ModelConfig, kind: torch.dtype, place: torch.device) -> i
     own = kernel_choices(config, place, kind, DEFAULT_WINDOW)["linear.few"].kernel
     streams = 2 + (config.moe is not None and config.moe.shared > 0 and not own)
     return streams * ((32 << 20) if torch.cuda.get_device_capability(place)[0] >= 9 else (8 << 20) + (128 << 10))
-
-
-def peak(place: torch.device) -> int:
-    """Most bytes allocated on the device; on a CPU the process's largest resident size."""
-    if place.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(place))
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def device_name(place: torch.device) -> str:
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def operators(file: Path | None, ops: str | None, tell: Callable[[str], None]) -> Iterator[Row]:
@@ -304,10 +262,15 @@ def operators(file: Path | None, ops: str | None, tell: Callable[[str], None]) -
         chunk=0,
         cache="cold",
         kernels=for_device("cuda").reason,
+        reference=references(ModelConfig.from_dir(K3_SHAPE), torch.device("cuda", 0), torch.bfloat16, 8),
         bandwidth=limits[0],
         matrix_rate=limits[1],
     )
     results = Results.open(run, file, tell)
-    yield run
-    for found in rows(limits, lambda op, shape: results.done(row="kernel", op=op, shape=shape) is not None, wanted):
+    yield results.run
+
+    def known(op: str, shape: str) -> bool:
+        return results.done(row="kernel", op=op, shape=shape) is not None
+
+    for found in rows(results.ceilings, known, wanted):
         yield results.add({"row": "kernel", **found})

@@ -4,9 +4,10 @@ edit: code that is renamed name by name, each message with the code as it stands
 questions about k3, whose answers share little. code: edits of code that was not seen before. noise: 400 tokens at
 temperature 5, in which nothing repeats: what drafts cost where they can't help.
 
-Each text is one conversation, run once a round with each drafter (off, suffix, ..., off, suffix, ...), so that other
-work on the machine hits all alike. Every time it is new, and nothing is known from before. Every id drawn with drafts
-must be the one drawn without, else the row fails.
+Each text is one conversation, run once a round with each drafter, every other round in the opposite order (off, suffix,
+suffix, off, ...), so that other work on the machine hits all alike. Every time it is new, and nothing is known from
+before; a few tokens with each drafter, which are not measured, warm the process up. Every id drawn with drafts must be
+the one drawn without, else the row fails.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from k3cli.bench.ceilings import ceilings
+from k3cli.bench.device import device_name, references
 from k3cli.bench.record import Results, Row, measured, run_row
-from k3cli.bench.run import device_name
 from k3cli.config import Settings
 from k3cli.engine.drafting.choose import choose, draft_folder
 from k3cli.engine.engine import Engine
@@ -28,6 +29,8 @@ from k3cli.errors import UsageError
 
 LONGEST = 400
 """Tokens of one answer at most."""
+WARMING = 16
+"""Tokens that warm the process up, with each drafter."""
 NOISE = 5.0
 """Temperature of the text "noise", whatever else is asked for."""
 ALL = ("off", "suffix", "dspark")
@@ -148,8 +151,10 @@ def read_request(spec: str, texts: str | None, rounds: int | None, temperature: 
     return replace(request, asked=spec != "all", longest=LONGEST)
 
 
-def converse(engine: Engine, spec: str, text: str, request: Request, rows: int | None = None) -> Run:
-    """The messages of a text one after the other, decoded with `spec`. rows: of a step at most."""
+def converse(
+    engine: Engine, spec: str, text: str, request: Request, rows: int | None = None, messages: int | None = None
+) -> Run:
+    """The messages of a text one after the other, decoded with `spec`. rows: of a step at most; messages: how many."""
     engine.speculate(choose(spec, model=engine.folder), rows)
     renderer, sampling = engine.renderer, Sampling(temperature=request.heat(text), seed=1)
     timeline, context = engine.timeline(), renderer.new_context(True)
@@ -157,7 +162,7 @@ def converse(engine: Engine, spec: str, text: str, request: Request, rows: int |
     run = Run(tested=[0] * (window - 1), accepted=[0] * (window - 1), rows=[0] * (window + 1))
     close: list[int] = []
     stop = frozenset() if text == "noise" else renderer.stop_ids
-    for n, message in enumerate(TEXTS[text]):
+    for n, message in enumerate(TEXTS[text][:messages]):
         ids = [*close, *(renderer.render_head((), True, renderer.default_effort, None) if n == 0 else ())]
         ids += renderer.render_messages([{"role": "user", "content": message}], context)
         timeline.extend([*ids, *renderer.generation_prompt(True)])
@@ -189,9 +194,9 @@ def converse(engine: Engine, spec: str, text: str, request: Request, rows: int |
 def compare_drafts(engine: Engine, text: str, request: Request, rows: int | None = None) -> Iterator[Row]:
     """All drafters on one text: a row for each."""
     runs: dict[str, list[Run]] = {spec: [] for spec in request.specs}
-    for _ in range(request.rounds):
-        for spec, done in runs.items():
-            done.append(converse(engine, spec, text, request, rows))
+    for number in range(request.rounds):
+        for spec in request.specs if number % 2 == 0 else reversed(request.specs):
+            runs[spec].append(converse(engine, spec, text, request, rows))
     for spec, done in runs.items():
         yield {"row": "spec", "text": text, "spec": spec, "temperature": request.heat(text)} | told(runs["off"], done)
 
@@ -209,6 +214,7 @@ def told(off: Sequence[Run], runs: Sequence[Run]) -> Row:
     row = measured([run.seconds for run in runs])
     return row | {
         "tokens": last.tokens,
+        "cached_tokens": 0,
         "steps": last.steps,
         "tokens_per_second": last.tokens / row["seconds"],
         "tokens_per_step": last.tokens / last.steps,
@@ -254,15 +260,21 @@ def conversations(
         chunk=engine.model.prefill_chunk,
         cache="warm",
         kernels=engine.model.kernels,
+        reference=references(engine.model.config, engine.device, engine.model.dtype, engine.model.window, engine.ranks),
         bandwidth=limits[0],
         matrix_rate=limits[1],
     )
     results = Results.open(run, file, tell)
-    yield run
+    yield results.run
+    warm = False
     for text in request.texts:
         cells = [{"row": "spec", "text": text, "spec": spec, "temperature": request.heat(text)} for spec in specs]
         if all(results.done(**cell) for cell in cells):
             continue
+        if not warm:
+            for spec in specs:
+                converse(engine, spec, text, replace(request, longest=WARMING), settings.window, messages=1)
+            warm = True
         for row in compare_drafts(engine, text, request, settings.window):
             yield results.add(row)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from k3_sessions.config import StoreConfig
+from k3_sessions.fs import RealFS
 from k3_sessions.identity import layout_digest
 from k3_sessions.store import Store
 from k3_sessions.types import Identity, StateLayout, TurnDraft
@@ -47,7 +48,7 @@ def save_and_restore(model: Any, state: Any, home: Path) -> tuple[Row, Row]:
         for name, array in state.checkpoint().items():
             if array.tobytes() != twin.checkpoint()[name].tobytes():
                 raise RuntimeError(f"restored field {name} differs from what was saved")
-        sizes = {"state_bytes": raw, "bytes": report.bytes_written}
+        sizes = {"state_bytes": raw, "bytes": report.bytes_written, "filesystem": RealFS(folder).type_name()}
         read = {"cache": "as it comes" if warm else "cold"}
         return saved | sizes, took | sizes | read
     finally:

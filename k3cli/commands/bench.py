@@ -252,7 +252,7 @@ def _depth(text: str) -> int:
 
 def _report(printer: Printer, rows: Iterator[Row]) -> tuple[Row, list[Row]]:
     """Prints the conditions and each row as it comes. Returns both."""
-    from k3cli.bench.show import HEAD, cells
+    from k3cli.bench.show import HEAD, cells, plainly
 
     run = next(rows)
     printer.event("run", **_told(run))
@@ -260,6 +260,8 @@ def _report(printer: Printer, rows: Iterator[Row]) -> tuple[Row, list[Row]]:
     printer.notice(
         f"{run['model']} on {ranks}{run['device']}, {run['dtype']}, window {run['window']}; kernels: {run['kernels']}"
     )
+    for line in plainly(run):
+        printer.notice(line)
     rate = run["matrix_rate"] / 1e12
     printer.notice(f"measured: copy {human_bytes(run['bandwidth'])}/s, products {rate:.3g} T/s; load {run['load']}")
     _aligned(printer, HEAD)

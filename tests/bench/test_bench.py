@@ -49,6 +49,12 @@ def test_attention_at_a_million_tokens():
     assert chunk.flops / 24 == 2 * 96 * (8192 * 8193 // 2 * 320 + 8192 * 256 * 512)
 
 
+def test_a_window_scores_every_row_and_a_prefill_its_last():
+    head = 2 * 163_840 * 7168
+    assert parts(K3, BF16, 8, 0)["head"].flops == 8 * head
+    assert parts(K3, BF16, 8, 0, prefill=True)["head"].flops == head
+
+
 def test_the_floor_is_the_slower_of_the_two():
     assert Work(100, 10).floor(10, 10) == 10
     assert Work(10, 100).floor(10, 10) == 10
@@ -121,6 +127,66 @@ def test_a_ladder_on_the_shipped_model(bench: Callable[..., tuple[int, str, str]
     assert "1.000" in out
 
 
+def test_what_is_missing_behind_the_last_step_is_measured_when_a_run_goes_on(
+    bench: Callable[..., tuple[int, str, str]], tmp_path: Path
+):
+    """A crash can fall between a depth's last step and its other rows, and saving can fail."""
+    file = tmp_path / "r.jsonl"
+    words = (
+        "-m",
+        str(NANO),
+        "--slice",
+        "2",
+        "--depths",
+        "40",
+        "--prompt-tokens",
+        "8",
+        "--window",
+        "1",
+        "-o",
+        str(file),
+    )
+    assert bench(*words)[0] == 0
+    whole = file.read_text()
+    rows = record.read(file)[1]
+    names = ["extend", "prefill", "decode", "shares", "whole", "save", "restore", "memory"]
+    assert [row["row"] for row in rows] == names
+    assert rows[5]["filesystem"]
+    for cut, missing in ((4, names[3:]), (5, names[4:]), (6, names[5:])):
+        kept = whole.splitlines(keepends=True)[:cut]
+        failed = json.dumps({"v": 1, "row": "save", "depth": 40, "error": "the disk is full"}) + "\n"
+        file.write_text("".join([*kept, failed]))
+        code, _, err = bench(*words)
+        assert code == 0, err
+        assert f"{cut - 1} finished rows" in err
+        found = record.read(file)[1]
+        assert [row["row"] for row in found[cut:]] == ["extend", *missing]
+
+
+def test_rows_of_a_run_that_goes_on_have_the_rates_it_was_begun_with(
+    bench: Callable[..., tuple[int, str, str]], tmp_path: Path
+):
+    file = tmp_path / "r.jsonl"
+    words = ("--depths", "0", "--prompt-tokens", "8", "--window", "1", "--no-stored", "-o", str(file))
+    assert bench(*words)[0] == 0
+    run = record.read(file)[0] | {"bandwidth": 1e6, "matrix_rate": 1e12}
+    file.write_text(json.dumps(run) + "\n")
+    assert bench(*words)[0] == 0
+    decode = next(row for row in record.read(file)[1] if row["row"] == "decode")
+    assert decode["floor_seconds"] == pytest.approx(decode["bytes"] / 1e6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, every operation runs as reference")
+def test_what_runs_as_reference_is_told_with_its_reason(bench: Callable[..., tuple[int, str, str]]):
+    code, out, err = bench("--depths", "0", "--prompt-tokens", "8", "--window", "1", "--no-stored", "--json")
+    assert code == 0
+    assert "reference (torch): kda.step, kda.prefill" in err
+    assert "activation: device cpu: Triton kernels need a CUDA device" in err
+    run = json.loads(out.splitlines()[0])
+    assert "CUDA device" in run["reference"]["mla.decode"]
+    assert run["ram"] > 1 << 28
+
+
 def test_a_failed_row_is_in_the_table_and_in_the_exit_code(
     bench: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -168,13 +234,27 @@ def test_drafters_are_compared_on_the_same_conversations(
     assert "noise dspark" in out
 
 
+def test_every_other_round_runs_in_the_opposite_order(monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+
+    def converse(engine: Any, name: str, *rest: Any) -> spec.Run:
+        order.append(name)
+        return spec.Run(verify=1.0, steps=1, tokens=1, processor=1.0)
+
+    monkeypatch.setattr(spec, "converse", converse)
+    request = spec.Request(("off", "suffix"), ("edit",), rounds=3)
+    rows = list(spec.compare_drafts(None, "edit", request))  # type: ignore[arg-type]
+    assert order == ["off", "suffix", "suffix", "off", "off", "suffix"]
+    assert [len(row["samples"]) for row in rows] == [3, 3]
+
+
 def test_ids_that_differ_fail_the_row(
     bench: Callable[..., tuple[int, str, str]], short: None, monkeypatch: pytest.MonkeyPatch
 ):
     whole = spec.converse
 
-    def off_by_one(engine: Any, name: str, *rest: Any) -> spec.Run:
-        run = whole(engine, name, *rest)
+    def off_by_one(engine: Any, name: str, *rest: Any, **more: Any) -> spec.Run:
+        run = whole(engine, name, *rest, **more)
         run.ids[5] += name == "suffix"
         return run
 

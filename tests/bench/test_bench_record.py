@@ -94,7 +94,7 @@ def test_a_cut_last_row_is_told(tmp_path: Path):
         assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
     file.write_bytes(whole)
     assert len(Results.open(run_row(), file, told.append).rows) == 1
-    assert told == []
+    assert told == [f"{file} has 1 finished row; the others get the rates that were measured when it was begun"]
 
 
 def test_where_results_can_go_is_looked_at_before_anything_is_measured(
@@ -157,6 +157,14 @@ def test_compare_refuses_what_does_not_match(tmp_path: Path):
         record.compare(a, results(tmp_path / "b", 1.0, run_row(window=4)))
     with pytest.raises(UsageError, match=r"decode (0|512) 1 was measured in only one"):
         record.compare(a, results(tmp_path / "c", 1.0, depth=512))
+
+
+def test_a_run_that_went_on_compares_with_one_that_did_not_stop(tmp_path: Path):
+    """Its state was evaluated from the start again, by another number of tokens."""
+    for name, step in (("a", 512), ("b", 1024)):
+        made = Results.open(run_row(), results(tmp_path / name, 1.0))
+        made.add({"row": "extend", "depth": 1024, "tokens": step, "seconds": 1.0})
+    assert [row["row"] for row in record.compare(tmp_path / "a", tmp_path / "b")] == ["decode"]
 
 
 def ladder_file(folder: Path) -> Path:
