@@ -132,20 +132,8 @@ def test_what_is_missing_behind_the_last_step_is_measured_when_a_run_goes_on(
 ):
     """A crash can fall between a depth's last step and its other rows, and saving can fail."""
     file = tmp_path / "r.jsonl"
-    words = (
-        "-m",
-        str(NANO),
-        "--slice",
-        "2",
-        "--depths",
-        "40",
-        "--prompt-tokens",
-        "8",
-        "--window",
-        "1",
-        "-o",
-        str(file),
-    )
+    nano = ("--model", str(NANO), "--slice", "2", "--window", "1")
+    words = (*nano, "--depths", "40", "--prompt-tokens", "8", "-o", str(file))
     assert bench(*words)[0] == 0
     whole = file.read_text()
     rows = record.read(file)[1]
