@@ -268,7 +268,8 @@ def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def compare(first: Path, second: Path) -> list[Row]:
-    """Rows of both files side by side, with the ratio of their medians. UsageError when conditions or rows differ."""
+    """Rows of both files side by side, with the ratio of their medians; within_noise is None where noise is not known.
+    UsageError when conditions or rows differ."""
     (run_a, rows_a), (run_b, rows_b) = read(first), read(second)
     for key in SAME_TO_COMPARE:
         if run_a.get(key) != run_b.get(key):
@@ -286,9 +287,15 @@ def compare(first: Path, second: Path) -> list[Row]:
     for same, row in ours.items():
         other = by_b[same]
         ratio = other["seconds"] / row["seconds"]
-        noise = max(row.get("spread", 0.0) / row["seconds"], other.get("spread", 0.0) / other["seconds"])
-        found.append(
-            {**{k: row[k] for k in NAMES if k in row}}
-            | {"seconds": [row["seconds"], other["seconds"]], "ratio": ratio, "within_noise": abs(ratio - 1) <= noise}
-        )
+        noise = max(_noise(row), _noise(other))
+        within = None if noise == math.inf else abs(ratio - 1) <= noise
+        names = {key: row[key] for key in NAMES if key in row}
+        found.append(names | {"seconds": [row["seconds"], other["seconds"]], "ratio": ratio, "within_noise": within})
     return found
+
+
+def _noise(row: Row) -> float:
+    """Spread over median; infinite for what was measured once, or derived."""
+    samples = row.get("samples")
+    once = isinstance(samples, list) and len(samples) < 2
+    return math.inf if once or "spread" not in row else row["spread"] / row["seconds"]

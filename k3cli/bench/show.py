@@ -31,7 +31,7 @@ def cells(row: Row) -> tuple[str, ...]:
     floor = duration(row["floor_seconds"]) if "floor_seconds" in row else ""
     of_floor = f"{row['of_floor']:.0%}" if "of_floor" in row else ""
     time = duration(row["seconds"]) if "seconds" in row else ""
-    wobble = duration(row["spread"]) if "spread" in row else ""
+    wobble = duration(row["spread"]) if len(row.get("samples", ())) > 1 else ""
     return (name, depth, tokens, time, wobble, rate, size, *shares, floor, of_floor, note(row))
 
 

@@ -45,6 +45,9 @@ HOLDS = {
 }
 """Values that say what such a run does anyhow."""
 
+VERDICTS = {True: "within noise", False: "", None: "noise not known"}
+"""Words for `within_noise`."""
+
 app = typer.Typer(
     help="How fast a model runs here, beside what the machine can do.",
     rich_markup_mode=None,
@@ -229,7 +232,7 @@ def compare_command(
         name = " ".join(str(row[key]) for key in ("row", "op", "text", "spec") if key in row)
         where = f"{row['depth']:,}" if "depth" in row else str(row.get("shape", ""))
         a, b = (duration(seconds) for seconds in row["seconds"])
-        verdict = "within noise" if row["within_noise"] else "B is slower" if row["ratio"] > 1 else "B is faster"
+        verdict = VERDICTS[row["within_noise"]] or ("B is slower" if row["ratio"] > 1 else "B is faster")
         rows.append((name, where, str(row.get("tokens", "")), a, b, f"{row['ratio']:.3f}", verdict))
     for line in table(("ROW", "DEPTH OR SHAPE", "TOKENS", "A", "B", "B/A", ""), rows, "<>>>>><"):
         printer.line(line)

@@ -146,6 +146,19 @@ def test_compare_tells_noise_from_difference(tmp_path: Path):
     assert (row["ratio"], row["within_noise"]) == (1.5, False)
 
 
+@pytest.mark.parametrize("row", [{"spread": 0.0, "samples": [2.0]}, {"derived": True, "formula": "2 x 1"}])
+def test_compare_judges_nothing_by_a_single_sample(
+    bench: Callable[..., tuple[int, str, str]], tmp_path: Path, row: dict[str, Any]
+):
+    for name, seconds in (("a", 1.0), ("b", 1.5)):
+        Results.open(run_row(), tmp_path / name).add({"row": "save", "depth": 9, "seconds": seconds} | row)
+    (found,) = record.compare(tmp_path / "a", tmp_path / "b")
+    assert (found["ratio"], found["within_noise"]) == (1.5, None)
+    code, out, _ = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (code, "noise not known" in out, "slower" in out) == (0, True, False)
+    assert show.cells({"row": "save", "depth": 9, "seconds": 1.0} | row)[4] == ""
+
+
 def test_compare_refuses_what_does_not_match(tmp_path: Path):
     a = results(tmp_path / "a", 1.0)
     for name, heat in (("cool", 0.0), ("hot", 0.5)):
