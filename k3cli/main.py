@@ -119,7 +119,8 @@ def main() -> int:
     try:
         words = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         rank, size = map(int, words) if all(word.isdecimal() for word in words) else (0, 1)
-        code = _peer(rank, size) if rank else _run(command, prog, args)
+        # A rank without a world is told by the commands that would need one.
+        code = _peer(rank, size) if rank > 0 and "WORLD_SIZE" in os.environ else _run(command, prog, args)
         ignore_signals()
         sys.stdout.flush()
         joining = sys.modules.get("k3cli.model.joining")
@@ -143,6 +144,10 @@ def _peer(rank: int, size: int) -> int:
     from k3cli.model.peer import run_launched
 
     try:
+        if rank >= size:
+            raise K3Error(
+                f"RANK={rank} and WORLD_SIZE={size}", "a rank below the number of ranks, as torchrun sets them"
+            )
         return run_launched(rank, size)
     except EndRun as stop:
         return stop.exit

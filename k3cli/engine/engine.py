@@ -104,6 +104,8 @@ class Engine:
         from k3cli.model.weights import load_model
 
         devices = rank_devices(gpus, device)
+        if launched() is not None:
+            _for_all_ranks(device)
         if not 1 <= window <= 64:
             raise UsageError(f"window is {window}", "1 to 64 rows")
         folder = resolve_model(model_ref)
@@ -278,3 +280,15 @@ class Engine:
             {"what": "context limit", "choice": f"{self.context_limit} tokens", "reason": "config.json"},
         ]
         return rows
+
+
+def _for_all_ranks(device: str) -> None:
+    """UsageError for a device that ranks of another program can't all have: those above 0 read no command line."""
+    if ":" in device:
+        raise UsageError(
+            f"--device {device} under torchrun", "--device cuda or auto: a rank has the GPU of its LOCAL_RANK"
+        )
+    if device == "cpu" and torch.cuda.is_available():
+        raise UsageError(
+            "--device cpu under torchrun, and a GPU", "one kind of device", "hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )

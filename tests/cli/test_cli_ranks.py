@@ -18,6 +18,9 @@ import pytest
 import torch
 
 from k3cli.config import NANO
+from k3cli.engine.engine import Engine
+from k3cli.errors import UsageError
+from k3cli.main import main
 
 LONG = pytest.mark.skipif(os.environ.get("K3_LONG") != "1", reason="slow: K3_LONG=1")
 ENDLESS = ("-s", "k", "-p", "hello", "--max-tokens", "3000", "-t", "1", "--spec", "off", "--json")
@@ -37,6 +40,8 @@ def k3(*words: str, rank: tuple[str, str] | None = None, **more) -> subprocess.P
     if rank is not None:
         environment |= {"RANK": rank[0], "LOCAL_RANK": rank[0], "WORLD_SIZE": "2", "MASTER_PORT": rank[1]}
         environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        if "cuda" not in words:  # ranks above 0 read no command line
+            environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "k3cli", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **more)
 
@@ -233,3 +238,38 @@ def test_refusals_name_what_works(splittable: Path):
         _, err = ended(process)
         assert process.returncode == 2, err
         assert found in err
+
+
+def test_a_place_that_not_all_launched_ranks_can_have_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Those above 0 read no command line: they would wait on another kind of device, or another GPU."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"--device cuda:1 under torchrun; .*LOCAL_RANK"):
+        Engine.load(NANO, device="cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match=r"--device cpu under torchrun, and a GPU; .*CUDA_VISIBLE_DEVICES"):
+        Engine.load(NANO, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "found"),
+    [
+        ("1", None, "RANK=1 and WORLD_SIZE=None; expected two numbers"),
+        ("2", "2", "RANK=2 and WORLD_SIZE=2; expected a rank below the number of ranks"),
+    ],
+)
+def test_a_world_that_cannot_be_is_told_at_once(
+    rank: str, size: str | None, found: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setattr(sys, "argv", ["k3", "chat", "-p", "hello", "--device", "cpu"])
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert main() == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert found in capfd.readouterr().err
