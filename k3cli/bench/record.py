@@ -32,7 +32,7 @@ FIGURES = ("seconds", "spread", "tokens_per_second", "floor_seconds", "bandwidth
 NEVER_ZERO = ("seconds", "bandwidth", "matrix_rate")
 BEGINNING = json.dumps({"v": SCHEMA, "row": "run"})[:-1].encode()
 """How every file of results begins."""
-SAME_TO_RESUME = (*SAME_TO_COMPARE, "world", "versions", "commit", "kernels")
+SAME_TO_RESUME = (*SAME_TO_COMPARE, "weights", "world", "versions", "commit", "kernels")
 
 Row = dict[str, Any]
 

@@ -33,6 +33,8 @@ from k3cli.model.weights import load_model
 
 RUNGS = (0, 4 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)
 WINDOWS = (1, 2, 4, 8)
+RANDOM = "random, seed 0"
+"""The weights of a slice, in place of a digest."""
 GPU_DEPTH, CPU_DEPTH = 32 << 10, 4 << 10
 """Deepest rung when none was asked for."""
 
@@ -47,8 +49,9 @@ class Subject:
     config: ModelConfig
     place: torch.device
     world: int
-    build: Callable[[torch.dtype, int], tuple[Any, Callable[[], None]]]
-    """(dtype, window) -> `K3Model` or its `MirrorModel` over several ranks, and what ends those."""
+    build: Callable[[torch.dtype, int], tuple[Any, str, Callable[[], None]]]
+    """(dtype, window) -> `K3Model` or its `MirrorModel` over several ranks, the digest of its weights, and what ends
+    the ranks."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +84,25 @@ def subject(
         config = ModelConfig.from_dir(folder)
         check_world(config, world)
 
-        def load(kind: torch.dtype, window: int) -> tuple[Any, Callable[[], None]]:
+        def load(kind: torch.dtype, window: int) -> tuple[Any, str, Callable[[], None]]:
             if world == 1:
-                return load_model(folder, device=place, dtype=kind, window=window).model, _nothing
+                alone = load_model(folder, device=place, dtype=kind, window=window)
+                return alone.model, alone.weights_digest, _nothing
             more: Any = {"device": settings.device, "dtype": _word(kind), "window": window}
             loaded, peers = load_ranks(folder, config, devices, **more)
-            return loaded.model, peers.close
+            return loaded.model, loaded.weights_digest, peers.close
 
         return Subject(folder.resolve().name, config, config, place, world, load)
     folder, whole = configuration(settings.model or "k3")
     part = slice_config(whole, layers)
     check_world(part, world)
 
-    def make(kind: torch.dtype, window: int) -> tuple[Any, Callable[[], None]]:
+    def make(kind: torch.dtype, window: int) -> tuple[Any, str, Callable[[], None]]:
         if world == 1:
-            return random_model(part, place, kind, window), _nothing
+            return random_model(part, place, kind, window), RANDOM, _nothing
         more: Any = {"device": settings.device, "dtype": _word(kind), "window": window}
         model, peers = slice_ranks(folder, part, devices, **more)
-        return model, peers.close
+        return model, RANDOM, peers.close
 
     name = "k3" if folder == K3_SHAPE else folder.resolve().name
     return Subject(f"{name}, slice of {layers} layers, random weights", whole, part, place, world, make)
@@ -149,15 +153,22 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     # The deepest cells use the last tokens that fit.
     plan = dataclasses.replace(plan, depths=tuple(sorted({min(depth, deepest) for depth in plan.depths})))
     planned = planned_peak(config, kind, place, plan, tell, what.world)
-    model, end = what.build(kind, window)
+    model, weights, end = what.build(kind, window)
     try:
-        yield from _measured(ask, what, plan, model, planned, file, tell)
+        yield from _measured(ask, what, plan, model, weights, planned, file, tell)
     finally:
         end()
 
 
 def _measured(
-    ask: Ask, what: Subject, plan: Plan, model: Any, planned: int, file: Path | None, tell: Callable[[str], None]
+    ask: Ask,
+    what: Subject,
+    plan: Plan,
+    model: Any,
+    weights: str,
+    planned: int,
+    file: Path | None,
+    tell: Callable[[str], None],
 ) -> Iterator[Row]:
     made = peak(what.place)
     limits = ceilings(what.place, model.dtype, what.world)
@@ -167,6 +178,7 @@ def _measured(
         model=what.name,
         config=hashlib.sha256(repr(dataclasses.astuple(what.config)).encode()).hexdigest()[:16],
         layers=len(what.config.layers),
+        weights=weights,
         device=device_name(what.place),
         world=what.world,
         dtype=_word(model.dtype),

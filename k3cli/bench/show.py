@@ -49,7 +49,8 @@ def note(row: Row) -> str:
         if row.get(key):
             found.append(str(row[key]))
     if "filesystem" in row:
-        found.append(" ".join(filter(None, (row["filesystem"], row.get("cache")))))
+        rate = f"{human_bytes(row['bytes'] / row['seconds'])}/s"
+        found.append(" ".join(filter(None, (row["filesystem"], row.get("cache"), rate))))
     if "peer_seconds" in row:
         found.append(f"{row['peer']} {duration(row['peer_seconds'])}")
     if "target_seconds" in row:

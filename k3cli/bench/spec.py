@@ -253,6 +253,7 @@ def conversations(
     run = run_row(
         model=engine.name,
         config=engine.identity.weights,
+        weights=engine.identity.weights,
         device=device_name(engine.device),
         world=engine.ranks,
         dtype=engine.dtype,

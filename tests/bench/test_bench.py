@@ -99,6 +99,7 @@ def test_a_ladder_on_the_shipped_model(bench: Callable[..., tuple[int, str, str]
     assert (code, out) == (0, ""), err
     run, rows = record.read(file)
     assert (run["model"], run["cache"]) == ("k3-nano", "cold" if torch.cuda.is_available() else "warm")
+    assert run["weights"].startswith("sha256:")
     kinds = [(row["row"], row.get("depth")) for row in rows]
     for depth in (0, 40):
         assert ("prefill", depth) in kinds
@@ -140,6 +141,7 @@ def test_what_is_missing_behind_the_last_step_is_measured_when_a_run_goes_on(
     names = ["extend", "prefill", "decode", "shares", "whole", "save", "restore", "memory"]
     assert [row["row"] for row in rows] == names
     assert rows[5]["filesystem"]
+    assert record.read(file)[0]["weights"] == "random, seed 0"
     for cut, missing in ((4, names[3:]), (5, names[4:]), (6, names[5:])):
         kept = whole.splitlines(keepends=True)[:cut]
         failed = json.dumps({"v": 1, "row": "save", "depth": 40, "error": "the disk is full"}) + "\n"

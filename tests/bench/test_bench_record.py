@@ -110,7 +110,7 @@ def test_where_results_can_go_is_looked_at_before_anything_is_measured(
     assert (tmp_path / "novel").read_text() == "Call me Ishmael."
 
 
-@pytest.mark.parametrize("key", ["model", "dtype", "window", "commit"])
+@pytest.mark.parametrize("key", ["model", "weights", "dtype", "window", "commit"])
 def test_other_conditions_are_another_file(tmp_path: Path, key: str):
     file = tmp_path / "r.jsonl"
     Results.open(run_row(), file)
