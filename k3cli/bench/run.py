@@ -150,7 +150,8 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     deepest = config.context_limit - room
     if deepest < 0:
         raise UsageError(f"a prompt of {room:,} tokens", f"at most the model's limit of {config.context_limit:,}")
-    # The deepest cells use the last tokens that fit.
+    if plan.depths[-1] > deepest:
+        tell(f"depths beyond {deepest:,} are measured there: {room:,} tokens more are evaluated at each")
     plan = dataclasses.replace(plan, depths=tuple(sorted({min(depth, deepest) for depth in plan.depths})))
     planned = planned_peak(config, kind, place, plan, tell, what.world)
     model, weights, end = what.build(kind, window)

@@ -103,9 +103,11 @@ def test_depths_beyond_the_last_tokens_become_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("k3cli.bench.ladder.Ladder.__init__", stop)
     monkeypatch.setattr("k3cli.bench.run.ceilings", lambda *_: (1.0, 1.0))
     ask = Ask(Settings(tmp_path, device="cpu"), None, None, (5, 130_900, 131_072), 512, None, False)
+    told: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        list(climb(ask, subject(ask.settings, None, configuration), None, lambda line: None))
+        list(climb(ask, subject(ask.settings, None, configuration), None, told.append))
     assert depths == [5, 131_072 - 512]
+    assert told[0] == "depths beyond 130,560 are measured there: 512 tokens more are evaluated at each"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a CUDA device")
