@@ -13,6 +13,7 @@ from k3cli.bench.record import Results, Row
 from k3cli.bench.shares import derive, shares
 from k3cli.bench.spec import implied
 from k3cli.bench.stored import save_and_restore
+from k3cli.errors import FitError
 from k3cli.model.config import ModelConfig
 
 
@@ -32,8 +33,8 @@ def behind(
         ids = torch.randint(0, config.vocab, (1,)).to(model.device)
         try:
             found = shares(model, state, ids)
-        except RuntimeError as problem:
-            yield results.add({**cell, "error": str(problem)})
+        except (RuntimeError, MemoryError, FitError) as problem:
+            yield results.add({**cell, "error": f"{type(problem).__name__}: {problem}"})
         else:
             yield results.add({**cell, **found})
     split, step = results.done(**cell), results.done(row="decode", depth=depth, tokens=1)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from k3cli.bench.floors import parts, total
 from k3cli.bench.record import Results, Row, measured
+from k3cli.errors import FitError
 from k3cli.model.config import ModelConfig
 
 FLUSH_BYTES = 256 << 20
@@ -192,7 +193,7 @@ class Ladder:
         """The row, or what went wrong: a failed cell stays in the table."""
         try:
             return work()
-        except (RuntimeError, MemoryError) as problem:
+        except (RuntimeError, MemoryError, FitError) as problem:
             return {"error": f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"}
 
 

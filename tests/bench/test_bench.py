@@ -17,7 +17,7 @@ from k3cli.bench.floors import Work, parts, total, touched
 from k3cli.bench.shares import counts, derive
 from k3cli.bench.slice import random_model, slice_config
 from k3cli.config import K3_SHAPE, NANO
-from k3cli.errors import UsageError
+from k3cli.errors import FitError, UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import K3Model
 
@@ -177,11 +177,12 @@ def test_what_runs_as_reference_is_told_with_its_reason(bench: Callable[..., tup
     assert run["ram"] > 1 << 28
 
 
+@pytest.mark.parametrize("problem", [RuntimeError("out of memory, say"), FitError("the pool is full", "room")])
 def test_a_failed_row_is_in_the_table_and_in_the_exit_code(
-    bench: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    bench: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, problem: Exception
 ):
     def broken(*_: object) -> None:
-        raise RuntimeError("out of memory, say")
+        raise problem
 
     monkeypatch.setattr(K3Model, "verify", broken)
     code, out, err = bench("--depths", "0", "--prompt-tokens", "8", "--no-stored", "--json")
