@@ -43,6 +43,24 @@ def test_the_recurrence(bound: float | None, dtype: torch.dtype, state: torch.dt
     assert torch.equal(run.conv[0, 0], t.x[-3:])
 
 
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize(("state", "limit"), [(F32, 1e-6), (BF16, 5e-3)])
+def test_nothing_drifts_over_4096_steps(bound: float | None, state: torch.dtype, limit: float):
+    """A bf16 state is rounded behind every row; what that does to outputs and state fades with the state itself."""
+    T, W = 4096, 8
+    t = cases.draw(T, **SHAPE, dtype=F32, seed=2, bound=bound)
+    run = cases.begin(reference.step, t, W, state)
+    rows = []
+    for start in range(0, T, W):
+        rows.append(cases.window(run, t, range(start, start + W)))
+        cases.moved(run, W)
+    settle(run, t)
+    expected, last = cases.definition(t, torch.zeros(3, 12, 20), torch.zeros(3, t.x.shape[1]))
+    for found, wanted in ((torch.cat(rows)[-1000:], expected[-1000:]), (run.recurrent[0, 0], last)):
+        relative = (found.double() - wanted).norm() / wanted.norm()
+        assert relative < limit, float(relative)
+
+
 @pytest.mark.parametrize("W", range(1, 9))
 @pytest.mark.parametrize(("dtype", "state"), [(F32, F32), (BF16, BF16)])
 def test_windows_give_the_bits_of_plain_decoding(W: int, dtype: torch.dtype, state: torch.dtype):
