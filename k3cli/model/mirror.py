@@ -83,7 +83,7 @@ class MirrorModel:
         """See `K3Model.known_prefix`."""
         number = next(self._numbers)
         found = self.call(Call(Op.KNOWN, number, ids=ids))
-        return None if found is None else MirrorState(self, number, found)
+        return None if found is None else MirrorState(self, number)
 
     def prefill(
         self,
@@ -113,8 +113,8 @@ class MirrorModel:
         """`verify` that doesn't wait: what it returns is being computed, and must not be read on the host before
         `ready`, where a rank that is lost would be waited for without end. Device work with it may be launched."""
         number = next(self._numbers)
-        logits, log = self.call(Call(Op.VERIFY, state.number, number, ids=ids), wait=False)
-        return logits, MirrorLog(self, number, log)
+        logits, _ = self.call(Call(Op.VERIFY, state.number, number, ids=ids), wait=False)
+        return logits, MirrorLog(self, number)
 
     def ready(self) -> None:
         """Waits for what was begun, and for whatever was launched behind it. K3Error when a rank was lost.
@@ -164,6 +164,11 @@ class MirrorModel:
     def forget(self, handle: MirrorState | MirrorLog, number: int) -> None:
         """Every rank lets go of a number, at the first call after its handle went."""
         weakref.finalize(handle, self._dropped.append, number).atexit = False
+
+    def held(self, number: int) -> Any:
+        """Rank 0's state or log of a number. A handle holds none itself: another thread may make the next call between
+        the news that a handle went and its end, and what it held would outlive that call on this rank alone."""
+        return self._replica.held[number]
 
     def twin(self, state: MirrorState) -> MirrorState:
         """A fork of a state."""
@@ -226,16 +231,22 @@ class MirrorModel:
 
     def _state(self, call: Callable[[int], Call]) -> MirrorState:
         number = next(self._numbers)
-        return MirrorState(self, number, self.call(call(number)))
+        self.call(call(number))
+        return MirrorState(self, number)
 
 
 class MirrorState:
     """`State` for callers: rank 0's is read here, changes happen on every rank."""
 
-    def __init__(self, model: MirrorModel, number: int, local: State) -> None:
+    def __init__(self, model: MirrorModel, number: int) -> None:
         self.number = number
-        self._model, self._local = model, local
+        self._model = model
         model.forget(self, number)
+
+    @property
+    def _local(self) -> State:
+        found: State = self._model.held(self.number)
+        return found
 
     @property
     def position(self) -> int:
@@ -271,10 +282,15 @@ class MirrorState:
 class MirrorLog:
     """`WindowLog` for callers."""
 
-    def __init__(self, model: MirrorModel, number: int, local: WindowLog) -> None:
+    def __init__(self, model: MirrorModel, number: int) -> None:
         self.number = number
-        self._local = local
+        self._model = model
         model.forget(self, number)
+
+    @property
+    def _local(self) -> WindowLog:
+        found: WindowLog = self._model.held(self.number)
+        return found
 
     @property
     def position(self) -> int:

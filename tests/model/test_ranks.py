@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,6 +231,36 @@ def test_forks_drops_and_known_prefixes(pair):
         a, _ = net.verify(torch.tensor([8]), state)
         b, _ = one.verify(torch.tensor([8]), twin)
         assert (a - b).abs().max() < ROUNDING
+
+
+def test_a_call_of_another_thread_while_a_state_goes(pair, monkeypatch: pytest.MonkeyPatch):
+    """As a save's, when the thread is switched between the news that a handle went and its end: no rank may hold on to
+    the state for longer than the others, whose pool would then differ (a rank ends at that)."""
+    net, ids, failed = pair.many.model, tokens(20, 8), []
+    kept = net.new_state()
+    net.prefill(ids, kept)
+
+    def call() -> None:
+        try:
+            kept.checkpoint()
+        except BaseException as error:
+            failed.append(error)
+
+    class Switched(deque):
+        def append(self, number: int) -> None:
+            super().append(number)
+            thread = Thread(target=call)
+            thread.start()
+            thread.join()
+
+    monkeypatch.setattr(net, "_dropped", Switched())
+    gone = net.new_state()
+    net.prefill(ids, gone)
+    _, log = net.verify(ids[:2], gone)
+    del log
+    del gone
+    assert not failed
+    assert len(greedy(net, kept, 5, 3)) == 3
 
 
 def test_what_a_rank_does_not_hold_has_weight_zero(split_configs: dict[str, dict], monkeypatch: pytest.MonkeyPatch):
