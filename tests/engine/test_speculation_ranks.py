@@ -5,6 +5,7 @@ Two processes on a CPU (gloo); on two GPUs (NCCL, recorded steps) where they are
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from k3cli.engine.drafting.choose import OFF, choose
 from k3cli.engine.engine import Engine
 from k3cli.engine.events import Notice, Speculation
 from k3cli.engine.sampling import Sampling
-from tests.engine.test_speculation_cells import SAMPLINGS, asked, cell
+from tests.engine.test_speculation_cells import SAMPLINGS, asked, cell, ended
 
 CUDA = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+PLACED = range(1, 9) if os.environ.get("K3_LONG") == "1" else (2, 5)
+"""Tokens behind which a turn ends; windows have up to eight."""
 PLACES = ["cpu", pytest.param("cuda-float32", marks=CUDA), pytest.param("cuda-bfloat16", marks=CUDA)]
 
 
@@ -54,6 +57,21 @@ def test_every_drafter_gives_the_tokens_and_state_of_plain_decoding(kind: str, t
         steps_of = two.model._replica.model._steps
         assert steps_of.eager == ""
         assert sorted(steps_of._graphs) == list(range(1, two.model.window + 1))
+
+
+def test_every_way_to_end_inside_a_window(two: Engine, reckless) -> None:
+    """A stop id, the length, the context's end, a cancel: the draft knows what follows, and goes on behind it."""
+    prompt, sampling = asked(two), SAMPLINGS["greedy"]
+    two.speculate(OFF)
+    full = two.timeline(prompt)
+    list(full.generate(sampling, (), 12))
+    ends = [(way, n) for way in ("stop", "length", "context", "cancel") for n in PLACED]
+    plain = {key: ended(two, sampling, prompt, full.tokens, *key) for key in ends}
+    for spec in ("dspark", "both"):
+        two.speculate(choose(spec, model=two.folder))
+        for key in ends:
+            assert ended(two, sampling, prompt, full.tokens, *key) == plain[key], (spec, key)
+    two.speculate(OFF)
 
 
 def test_a_session_drafted_over_ranks_goes_on_in_one_process_and_back(two: Engine, tmp_path: Path, reckless) -> None:
