@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -19,6 +21,9 @@ from k3_sessions.types import Identity, StateLayout, TurnDraft
 from k3cli.bench.record import Row, measured
 from k3cli.engine.timeline import Snapshot
 
+YOUNG = 60.0
+"""Seconds within which a folder may not have its lock yet."""
+
 
 def save_and_restore(model: Any, state: Any, home: Path) -> tuple[Row, Row]:
     """(save, restore) rows. The restore reads files that were dropped from the page cache where the system allows.
@@ -28,7 +33,9 @@ def save_and_restore(model: Any, state: Any, home: Path) -> tuple[Row, Row]:
     layout = model.state_layout()
     identity = Identity("sha256:bench", "sha256:bench", "bench", layout_digest(layout), str(model.dtype)[6:])
     home.mkdir(parents=True, exist_ok=True)
+    _sweep(home)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=home))
+    held = _hold(folder)
     try:
         store = Store.open(folder / "store", config=StoreConfig(free_floor_bytes=0, free_floor_share=0.0))
         draft = TurnDraft(tokens=[0] * (state.position + 1), position=state.position)
@@ -53,6 +60,30 @@ def save_and_restore(model: Any, state: Any, home: Path) -> tuple[Row, Row]:
         return saved | sizes, took | sizes | read
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _hold(folder: Path) -> int | None:
+    """A lock on the folder that dies with this process; None when another process has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _sweep(home: Path) -> None:
+    """Removes what runs that were killed in the middle of a save have left, gigabytes perhaps."""
+    for folder in home.glob("bench-????????"):
+        with contextlib.suppress(OSError):
+            ours = {path.name for path in folder.iterdir()} <= {"store"}
+            old = time.time() - folder.stat().st_mtime > YOUNG
+            if ours and old and (held := _hold(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(held)
 
 
 def _page_bytes(position: int, layout: StateLayout) -> int:
