@@ -15,7 +15,7 @@ from k3cli import __version__
 from k3cli.commands.failures import as_k3_error
 from k3cli.commands.output import human_bytes
 from k3cli.config import KEYS, Settings
-from k3cli.errors import Exit, FitError, K3Error, UsageError
+from k3cli.errors import Exit, FitError, K3Error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,6 +105,7 @@ def model(settings: Settings) -> Iterator[Check]:
     import torch
 
     from k3cli.chat.tokenizer import Tokenizer
+    from k3cli.commands.doctor_drafts import drafting
     from k3cli.commands.doctor_ranks import links, ranks
     from k3cli.commands.runtime import recommended_sampling
     from k3cli.model.checkpoint import open_checkpoint
@@ -139,7 +140,7 @@ def model(settings: Settings) -> Iterator[Check]:
         check_world(config, world)
         if settings.gpus is not None:
             yield Check("chosen", "ranks", ", ".join(names), settings.sources["gpus"])
-        yield from drafting(settings, DEFAULT_WINDOW, folder)
+        yield from drafting(settings, DEFAULT_WINDOW, folder, config)
         drawn = ", ".join(f"{key} {value}" for key, value in recommended_sampling(settings.model_ref).items())
         yield Check("chosen", "sampling", drawn or "defaults", "the model's generation_config.json" if drawn else "")
         mine, where = held(config, world), str(device) if world == 1 else "each rank"
@@ -173,30 +174,6 @@ def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, windo
     eager = eager_reason(config, device, dtype, window)
     recorded = "recorded at the second step with each number of rows, so that a step is one launch"
     yield Check("chosen", "CUDA graphs", "no" if eager else "yes", eager or recorded)
-
-
-def drafting(settings: Settings, window: int, folder: Path | None = None) -> Iterator[Check]:
-    """How decoding drafts, and from what the number of rows is decided.
-
-    window: rows of a step of the model, which lies in `folder`.
-    """
-    from k3cli.engine.drafting.choose import choose
-    from k3cli.engine.drafting.policy import describe
-
-    yield Check("chosen", "step", f"{window} rows", "always this many, so that drafts change no bit")
-    source = settings.sources.get("spec")
-    choice = choose(settings.spec, f"asked for by {source}" if source else "", folder)
-    yield Check("chosen", "drafts", choice.kind, choice.reason)
-    if choice.model_based:
-        where = choice.folder or "the model's own"
-        yield Check("chosen", "draft model", where, "after a resume it has what was kept of the last 256 tokens")
-    most = window if settings.window is None else settings.window
-    if most > window:
-        raise UsageError(f"window is {most}", f"1 to {window}, the rows of a step")
-    if choice.kind != "off":
-        yield Check("chosen", "window", f"up to {most} tokens", settings.sources.get("window", "default"))
-        for name, value, reason in describe():
-            yield Check("chosen", name, value, reason)
 
 
 def fit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,24 @@ def test_the_doctor_tells_the_policy_and_its_inputs(k3, monkeypatch) -> None:
     rows = {event["name"]: event for event in k3("doctor", "--json").events if event["type"] == "check"}
     assert (rows["drafts"]["value"], rows["drafts"]["reason"]) == ("off", "asked for by K3_SPEC")
     assert "loss allowed" not in rows
+
+
+def test_the_doctor_tells_of_a_draft_model_that_cannot_be_used(k3, monkeypatch, tmp_path) -> None:
+    model = tmp_path / "nano"
+    shutil.copytree(NANO, model)
+    weights = model / "dspark" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    done = k3("doctor", "--json", "-m", str(model))
+    rows = {event["name"]: event for event in done.events if event["type"] == "check"}
+    assert done.code == 0  # text is drafted from
+    assert rows["drafts"]["value"] == "suffix"
+    assert "model.safetensors cannot be read" in rows["drafts"]["reason"]
+    for spec, code, found in (("dspark", 3, "model.safetensors cannot be read"), ("both:/nowhere", 2, "no draft in")):
+        monkeypatch.setenv("K3_SPEC", spec)
+        done = k3("doctor", "--json", "-m", str(model))
+        (row,) = [event for event in done.events if event.get("name") == "draft model"]
+        assert (done.code, row["ok"]) == (code, False)
+        assert found in row["reason"]
 
 
 def test_an_own_draft_that_cannot_be_used_is_told() -> None:
