@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -21,6 +20,8 @@ from k3_sessions.types import Identity, StateLayout, TurnDraft
 from k3cli.bench.record import Row, measured
 from k3cli.engine.timeline import Snapshot
 
+LOCK = "lock"
+"""In the folder of a run that saves and restores: held, and so alive."""
 YOUNG = 60.0
 """Seconds within which a folder may not have its lock yet."""
 
@@ -35,7 +36,8 @@ def save_and_restore(model: Any, state: Any, home: Path) -> tuple[Row, Row]:
     home.mkdir(parents=True, exist_ok=True)
     _sweep(home)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=home))
-    held = _hold(folder)
+    fs = RealFS(folder)
+    held = fs.lock(LOCK, shared=False, wait=0)
     try:
         store = Store.open(folder / "store", config=StoreConfig(free_floor_bytes=0, free_floor_share=0.0))
         draft = TurnDraft(tokens=[0] * (state.position + 1), position=state.position)
@@ -55,35 +57,25 @@ def save_and_restore(model: Any, state: Any, home: Path) -> tuple[Row, Row]:
         for name, array in state.checkpoint().items():
             if array.tobytes() != twin.checkpoint()[name].tobytes():
                 raise RuntimeError(f"restored field {name} differs from what was saved")
-        sizes = {"state_bytes": raw, "bytes": report.bytes_written, "filesystem": RealFS(folder).type_name()}
+        sizes = {"state_bytes": raw, "bytes": report.bytes_written, "filesystem": fs.type_name()}
         read = {"cache": "as it comes" if warm else "cold"}
         return saved | sizes, took | sizes | read
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if held is not None:
-            os.close(held)
-
-
-def _hold(folder: Path) -> int | None:
-    """A lock on the folder that dies with this process; None when another process has it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
+            fs.close(held)
 
 
 def _sweep(home: Path) -> None:
     """Removes what runs that were killed in the middle of a save have left, gigabytes perhaps."""
     for folder in home.glob("bench-????????"):
         with contextlib.suppress(OSError):
-            ours = {path.name for path in folder.iterdir()} <= {"store"}
+            ours = {path.name for path in folder.iterdir()} <= {"store", LOCK}
             old = time.time() - folder.stat().st_mtime > YOUNG
-            if ours and old and (held := _hold(folder)) is not None:
+            fs = RealFS(folder, create=False)
+            if ours and old and (held := fs.lock(LOCK, shared=False, wait=0)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                os.close(held)
+                fs.close(held)
 
 
 def _page_bytes(position: int, layout: StateLayout) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
 import torch
+from k3_sessions.fs import RealFS
 
 from k3cli.bench.slice import random_model, slice_config
 from k3cli.bench.stored import save_and_restore
@@ -24,8 +24,9 @@ def test_folders_of_dead_runs_are_removed_and_no_others(tmp_path: Path):
     os.utime(tmp_path / "bench-results0", (0, 0))
     (tmp_path / "bench-file").write_text("mine")
     os.utime(tmp_path / "bench-file", (0, 0))
-    alive = os.open(tmp_path / "bench-alive000", os.O_RDONLY)
-    fcntl.flock(alive, fcntl.LOCK_EX)
+    alive = RealFS(tmp_path / "bench-alive000")
+    held = alive.lock("lock", shared=False, wait=0)
+    os.utime(tmp_path / "bench-alive000", (0, 0))
     model = random_model(slice_config(ModelConfig.from_dir(NANO), 2), torch.device("cpu"), torch.float32, 1)
     state = model.new_state()
     model.prefill(torch.arange(9), state, logits="last")
@@ -33,4 +34,4 @@ def test_folders_of_dead_runs_are_removed_and_no_others(tmp_path: Path):
     assert saved["bytes"] == restored["bytes"] > 0
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"bench-alive000", "bench-young000", "bench-results0", "sessions", "bench-file"}
-    os.close(alive)
+    alive.close(held)
