@@ -16,13 +16,19 @@ from k3_kernels.bench.harness import Case, Timing
 from k3cli.bench import record
 
 
+ran: list[str] = []
+"""What ran, in its order."""
+
+
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Two operators on a device that isn't there; shapes in this set fail."""
     shapes: set[str] = set()
+    ran.clear()
 
     def work(shape: str) -> Callable[[], object]:
         def run() -> None:
+            ran.append(shape)
             if shape in shapes:
                 raise RuntimeError("out of memory, say")
 
@@ -60,9 +66,10 @@ def test_each_operator_stands_beside_its_floor_its_peer_and_its_target(
     run, (a, b) = record.read(file)
     assert (run["cache"], run["kernels"], run["bandwidth"], run["matrix_rate"]) == ("cold", "able", 1e8, 1e11)
     assert (a["seconds"], a["floor_seconds"], a["of_floor"]) == pytest.approx((1e-4, 4e-5, 0.4))
-    assert (a["peer"], a["peer_seconds"], len(a["samples"])) == ("the other one", pytest.approx(1e-4), 3)
+    assert (a["peer"], a["peer_seconds"], len(a["samples"])) == ("the other one", pytest.approx(1e-4), 6)
     assert (b["floor_seconds"], b["of_matrix_rate"]) == pytest.approx((4e-5, 0.4))
     assert "peer" not in b
+    assert ran == ["8 rows", "peer", "peer", "8 rows", "1 row"]
     for words in ("op.a", "8 rows", "the other one 100 us", "target 50 us", "linear.few: rows of 3 bytes"):
         assert words in err
 

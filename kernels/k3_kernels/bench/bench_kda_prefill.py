@@ -39,7 +39,7 @@ def cases() -> list[Case]:
         sets = [inputs(T, H, seed) for seed in range(sets_for(moved))]
         found.append(
             Case(
-                "kda_prefill",
+                "kda.prefill",
                 f"{T} tokens, {H} heads of {K}",
                 [partial(own, x) for x in sets],
                 moved,

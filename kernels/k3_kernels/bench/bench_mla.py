@@ -74,7 +74,7 @@ def decode_cases() -> list[Case]:
 def prefill_cases() -> list[Case]:
     """Operations of the attention alone; the expansion of keys and values is in the time."""
     found = []
-    for keys in (1 << 13, 1 << 16, 1 << 19):
+    for keys in (1 << 13, 1 << 16, 1 << 19, 1 << 20):
         start = keys - CHUNK
         latents, w_kv_b = Latents(keys, 2), draw(H, N + V, R) * R**-0.5
         flops = 2 * H * (N + P + V) * CHUNK * (start + (CHUNK + 1) // 2)

@@ -43,7 +43,7 @@ def rows(
 def row(case: Case, ceilings: tuple[float, float]) -> dict[str, object]:
     """Measures one case. ceilings: (bytes per second, operations per second). Times in seconds."""
     floor = max(case.bytes / ceilings[0], case.flops / ceilings[1])
-    own = time_runs(case.runs)
+    own, peer = _in_turns(case)
     found: dict[str, object] = {"op": case.op, "shape": case.shape, "bytes": case.bytes, "flops": case.flops}
     found |= _timed(own)
     seconds = own.median / 1e6
@@ -57,10 +57,18 @@ def row(case: Case, ceilings: tuple[float, float]) -> dict[str, object]:
     }
     if case.target_us is not None:
         found["target_seconds"] = case.target_us / 1e6
-    if case.peer:
-        peer = time_runs(case.peer)
+    if peer is not None:
         found |= {f"peer_{key}": value for key, value in _timed(peer).items()} | {"peer": case.peer_name}
     return found
+
+
+def _in_turns(case: Case) -> tuple[Timing, Timing | None]:
+    """The kernel's times and the peer's, None without one: kernel, peer, peer, kernel, so that a clock that drifts or
+    other work on the host hits both alike."""
+    if not case.peer:
+        return time_runs(case.runs), None
+    first, second, third, fourth = (time_runs(runs) for runs in (case.runs, case.peer, case.peer, case.runs))
+    return Timing(first.samples + fourth.samples), Timing(second.samples + third.samples)
 
 
 def _timed(timing: Timing) -> dict[str, object]:
