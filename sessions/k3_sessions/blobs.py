@@ -18,8 +18,8 @@ from typing import Any
 
 import xxhash
 
+from k3_sessions.disk import Buffer, FileSystem
 from k3_sessions.errors import Damaged, StoreError, os_errors
-from k3_sessions.fs import Buffer, FileSystem
 from k3_sessions.objects import Blob
 from k3_sessions.source import READ_BLOCK, Passing
 

@@ -1,7 +1,6 @@
-"""Every file-system call of the store, behind one small interface, so that a test can fail or crash each of them.
+"""Every file-system call of the store, in one class, so that a test can fail or crash each of them.
 
-Paths are relative to the root ("objects/ab/cd..."), made of names the store generates. The real implementation walks
-them with directory descriptors and follows no link, so nothing below the root can lead outside it.
+Paths are walked with directory descriptors and no link is followed, so nothing below the root can lead outside it.
 """
 
 from __future__ import annotations
@@ -12,121 +11,20 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
+from k3_sessions.disk import Buffer, FileInfo, Space
 from k3_sessions.errors import FULL
-
-Buffer = bytes | bytearray | memoryview
-
-_NETWORK = """
-afs afpfs beegfs ceph cifs davfs fuse.ceph fuse.glusterfs fuse.rclone fuse.s3fs fuse.sshfs glusterfs gpfs lustre ncpfs
-nfs nfs4 ocfs2 orangefs panfs smb3 smbfs
-"""
-NETWORK_TYPES = frozenset(_NETWORK.split())
-"""File-system types whose locks or renames depend on another machine."""
 
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _PAUSE = 0.01  # seconds between two tries for a lock
 
 
-@dataclass(frozen=True)
-class FileInfo:
-    """size: bytes of content. allocated: bytes on disk. kind "other" covers links and devices: never opened."""
-
-    size: int
-    allocated: int
-    inode: int
-    kind: Literal["file", "dir", "other"]
-
-
-@dataclass(frozen=True)
-class Space:
-    """Bytes of the disk, and bytes an ordinary user can still write."""
-
-    total: int
-    free: int
-
-
-class FileSystem(Protocol):
-    """What the store needs. Every method may raise OSError; none interprets content."""
-
-    where: str
-
-    def make_dir(self, path: str) -> bool:
-        """Create one directory, owner only; False if it is there already."""
-        ...
-
-    def create(self, path: str) -> Any:
-        """Create a file that must not exist, owner only, and return a handle for write, sync and close."""
-        ...
-
-    def write(self, handle: Any, data: Buffer) -> None:
-        """Append all of `data`."""
-        ...
-
-    def sync(self, handle: Any) -> None: ...
-
-    def close(self, handle: Any) -> None: ...
-
-    def replace(self, source: str, target: str) -> None:
-        """Atomic rename; an existing target is replaced."""
-        ...
-
-    def remove(self, path: str) -> None: ...
-
-    def sync_dir(self, path: str) -> None:
-        """Make creations, renames and removals in this directory durable."""
-        ...
-
-    def read(self, path: str, start: int = 0, size: int | None = None) -> bytes:
-        """Content from `start`, `size` bytes or all; shorter only where the file ends."""
-        ...
-
-    def reader(self, path: str) -> AbstractContextManager[Callable[[memoryview], int]]:
-        """A file from front to back: each call fills memory (writable bytes) with what comes next, and returns how many
-        bytes that were: possibly fewer than fit, 0 at the end.
-        """
-        ...
-
-    def names(self, path: str) -> list[str]:
-        """Names in a directory, sorted; "" is the root."""
-        ...
-
-    def entries(self, path: str) -> list[tuple[str, FileInfo]]:
-        """Names in a directory, sorted, with what each is; names that vanish meanwhile are left out."""
-        ...
-
-    def info(self, path: str) -> FileInfo | None:
-        """None if there is nothing."""
-        ...
-
-    def space(self) -> Space: ...
-
-    def type_name(self) -> str:
-        """The file system's type as the system names it, "" if unknown."""
-        ...
-
-    def lock(self, path: str, *, shared: bool, wait: float, note: bytes = b"") -> Any:
-        """Kernel lock on a file (created if absent), or None if others still hold it after `wait` seconds.
-
-        `note` is written into the file by an exclusive holder, for others to read; where the disk has no room for it,
-        the lock holds all the same. The lock ends with the process.
-        """
-        ...
-
-    def note(self, lock: Any, note: bytes) -> None:
-        """Replace the note of a lock held alone."""
-        ...
-
-    def unlock(self, lock: Any) -> None: ...
-
-
 class RealFS:
-    """The file system below `root`. The root itself may be reached through links; nothing under it may."""
+    """`FileSystem` below the folder `root`. The root itself may be reached through links; nothing under it may."""
 
     def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
         path = Path(root).expanduser().absolute()

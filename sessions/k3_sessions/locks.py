@@ -16,6 +16,7 @@ import orjson
 from k3_sessions.catalog import file_id
 from k3_sessions.common import now
 from k3_sessions.config import StoreConfig
+from k3_sessions.disk import FileSystem
 from k3_sessions.errors import (
     BadName,
     Damaged,
@@ -26,7 +27,6 @@ from k3_sessions.errors import (
     StoreBusy,
     os_errors,
 )
-from k3_sessions.fs import FileSystem
 
 _REFUSALS = (BadName, Damaged, FormatUnsupported, SessionExists, SessionLocked, SessionMissing, StoreBusy)
 """Errors after which nothing unfinished is on disk: nothing was begun, or (import) what was written is gone again."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from k3_sessions.blobs import TEMP_PREFIX, write_file
+from k3_sessions.disk import FileSystem
 from k3_sessions.errors import Damaged, FormatUnsupported
-from k3_sessions.fs import FileSystem
 from k3_sessions.records import seal, unseal
 
 FOLDERS = ("objects", "refs", "locks", "quarantine")

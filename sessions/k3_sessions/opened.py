@@ -11,8 +11,9 @@ from k3_sessions import marker
 from k3_sessions.blobs import Blobs, write_file
 from k3_sessions.catalog import Catalog, check_name, file_id
 from k3_sessions.config import StoreConfig
+from k3_sessions.disk import NETWORK_TYPES, FileSystem
 from k3_sessions.errors import BadName, NetworkFilesystem, os_errors
-from k3_sessions.fs import NETWORK_TYPES, FileSystem, RealFS
+from k3_sessions.fs import RealFS
 from k3_sessions.locks import Locks
 from k3_sessions.records import Ref, TurnRecord
 

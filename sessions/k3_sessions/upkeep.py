@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from k3_sessions.blobs import TEMP_PREFIX, is_id, path_of
 from k3_sessions.catalog import file_id
+from k3_sessions.disk import FileInfo
 from k3_sessions.errors import Damaged, StoreBusy, StoreError, os_errors
-from k3_sessions.fs import FileInfo
 from k3_sessions.opened import OpenStore
 from k3_sessions.records import Ref, TurnRecord
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from k3_sessions.fs import Buffer, FileInfo, Space
+from k3_sessions.disk import Buffer, FileInfo, Space
 
 BLOCK = 4096
 
@@ -54,7 +54,7 @@ def _apply(entries: dict[str, Any], names: dict[str, Any]) -> None:
 
 
 class SimFS:
-    """Implements k3_sessions.fs.FileSystem."""
+    """Implements k3_sessions.disk.FileSystem."""
 
     def __init__(self, capacity: int = 1 << 40, root: Folder | None = None) -> None:
         self.where = "memory"

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 import pytest
 from k3_sessions import Store
+from k3_sessions.disk import Space
 from k3_sessions.errors import IOFailure, SessionLocked, StoreFull, StoreReadOnly
-from k3_sessions.fs import Space
 
 from tests.sessions.sim_fs import SimFS, failing
 from tests.sessions.toy import CONFIG, IDENTITY, LAYOUT, Toy, check, draft, grow, ids
