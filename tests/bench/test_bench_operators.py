@@ -15,7 +15,6 @@ from k3_kernels.bench.harness import Case, Timing
 
 from k3cli.bench import record
 
-
 ran: list[str] = []
 """What ran, in its order."""
 
