@@ -33,7 +33,8 @@ class Drafts:
 
     @classmethod
     def read(cls, settings: Settings, draft_from: Sequence[str], store: Store) -> Drafts:
-        """UsageError for a drafter that can't be had or a file that can't be read; SessionError for no such session."""
+        """UsageError for a drafter that can't be had or a file that can't be read; SessionError for no such session;
+        ModelError for a draft's config.json."""
         from k3cli.engine.drafting.choose import choose
         from k3cli.model.network import DEFAULT_WINDOW
 
@@ -51,9 +52,10 @@ class Drafts:
             )
         if choice.model_based:
             from k3cli.engine.drafting.choose import draft_folder
+            from k3cli.model.dspark.config import DraftConfig
             from k3cli.model.hub import resolve_model
 
-            draft_folder(choice, resolve_model(settings.model_ref))
+            DraftConfig.from_dir(draft_folder(choice, resolve_model(settings.model_ref)))
         names = [name.removeprefix(SESSION) for name in draft_from if name.startswith(SESSION)]
         for name in names:
             store.session(name)

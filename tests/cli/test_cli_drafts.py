@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -113,6 +114,20 @@ def test_the_doctor_tells_of_a_draft_model_that_cannot_be_used(k3, monkeypatch, 
         (row,) = [event for event in done.events if event.get("name") == "draft model"]
         assert (done.code, row["ok"]) == (code, False)
         assert found in row["reason"]
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "block_size"])
+def test_a_draft_with_a_number_that_cannot_be_is_refused_where_it_was_asked_for(key, k3, tmp_path) -> None:
+    """Before the model is loaded. What `auto` does then is the test below."""
+    model = tmp_path / "nano"
+    (model / "dspark").mkdir(parents=True)
+    raw = json.loads((NANO / "dspark" / "config.json").read_text())
+    (model / "dspark" / "config.json").write_text(json.dumps(raw | {key: -1}))
+    for spec in ("dspark", f"both:{model}/dspark"):
+        done = k3("chat", "-p", "Hello", "-m", str(model), "--spec", spec)
+        assert done.code == 3
+        assert f"dspark/config.json key {key} is -1; expected an integer from 1 to" in done.err
+        assert len(done.err.splitlines()) == 1
 
 
 def test_an_own_draft_that_cannot_be_used_is_told() -> None:

@@ -327,6 +327,50 @@ def test_drafts_of_another_shape_are_refused(tmp_path: Path, change: dict[str, A
         load_draft(tmp_path / "draft", target(), *tables())
 
 
+YARN = GQA["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "change", "words"),
+    [
+        (MLA, {"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected an integer from 1 to 1,024"),
+        (MLA, {"num_hidden_layers": True}, "num_hidden_layers is true"),
+        (GQA, {"block_size": 0}, "block_size is 0; expected an integer from 1 to"),
+        (GQA, {"block_size": -3}, "block_size is -3"),
+        (GQA, {"block_size": 10**12}, "block_size is 1000000000000"),
+        (MLA, {"markov_rank": 2.5}, r"markov_rank is 2\.5"),
+        (MLA, {"intermediate_size": math.inf}, "intermediate_size is Infinity"),
+        (MLA, {"rms_norm_eps": math.nan}, "rms_norm_eps is NaN; expected a number from"),
+        (MLA, {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        (MLA, {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; expected an even number"),
+        (MLA, {"target_layer_ids": "135"}, 'target_layer_ids is "135"; expected a list of layer numbers'),
+        (MLA, {"target_layer_ids": [1, 2.5]}, "target_layer_ids"),
+        (MLA, {"enable_confidence_head": "no"}, 'enable_confidence_head is "no"; expected true or false'),
+        (GQA, {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        (GQA, {"num_key_value_heads": 3}, "num_key_value_heads is 3; expected a number that divides the 4"),
+        (GQA, {"head_dim": 0}, "head_dim is 0"),
+        (GQA, {"head_dim": None, "num_attention_heads": 8}, "head_dim is missing; expected an even number"),
+        (GQA, {"rope_theta": 0}, "rope_theta is 0"),
+        (GQA, {"rope_scaling": 5}, "rope_scaling is 5; expected an object"),
+        (GQA, {"rope_scaling": YARN | {"factor": 0}}, r"rope_scaling\.factor is 0; expected a number from 1"),
+        (
+            GQA,
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0",
+        ),
+        (GQA, {"rope_scaling": YARN | {"beta_slow": 0}}, "beta_slow is 0"),
+        (GQA, {"dflash_config": []}, r"dflash_config is \[\]; expected an object"),
+        (GQA, {"dflash_config": {"mask_token_id": -1, "target_layer_ids": [0]}}, r"dflash_config\.mask_token_id is -1"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_by_name(tmp_path: Path, raw: dict[str, Any], change: Any, words: str):
+    """Before anything is made by them: with so many layers a list of their tensors alone would fill memory."""
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ModelError, match=words) as refused:
+        DraftConfig.from_dir(tmp_path)
+    assert str(tmp_path / "config.json") in str(refused.value)
+
+
 @pytest.mark.parametrize("damage", ["missing", "unexpected", "shape", "cut", "absent"])
 def test_damaged_drafts_are_refused(tmp_path: Path, damage: str):
     folder = write(tmp_path / "draft", GQA)

@@ -15,9 +15,12 @@ from typing import Any, Literal
 
 from k3cli.errors import ModelError
 from k3cli.model.config import ModelConfig
+from k3cli.model.dspark.keys import DraftKeys
 
 DEFAULT_BLOCK = 7
 """Rows of a block where config.json has no block_size: what the published MLA draft was trained with."""
+MOST_LAYERS, MOST_ROWS, MOST_HEADS, MOST_WIDTH, MOST_IDS = 1024, 1024, 1 << 16, 1 << 20, (1 << 31) - 1
+"""Bounds of what a config.json may say."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,7 @@ class DraftConfig:
             raise ModelError(f"{file}: {problem}", "the config.json of a DSpark draft") from None
         if not isinstance(raw, Mapping):
             raise ModelError(f"{file} holds no object", "the config.json of a DSpark draft")
-        try:
-            return _resolve(raw)
-        except (KeyError, TypeError, ValueError) as problem:
-            raise ModelError(f"{file} lacks or misstates {problem}", "the config.json of a DSpark draft") from None
+        return _resolve(DraftKeys(raw, str(file)))
 
     def check_target(self, target: ModelConfig) -> None:
         """ModelError when this draft was made for a target of another shape."""
@@ -101,89 +101,102 @@ class DraftConfig:
             raise ModelError(f"the draft's mask token is {self.mask_id}", f"an id below {target.vocab}")
 
 
-def _resolve(raw: Mapping[str, Any]) -> DraftConfig:
-    kind = raw.get("model_type")
-    if kind not in ("k3_dspark", "qwen3") or (kind == "qwen3" and "dflash_config" not in raw):
-        raise ModelError(f"unknown draft: config.json model_type = {kind!r}", "k3_dspark, or qwen3 with dflash_config")
-    heads = int(raw["num_attention_heads"])
-    shared: dict[str, Any] = {
-        "hidden": int(raw["hidden_size"]),
-        "intermediate": int(raw["intermediate_size"]),
-        "layers": int(raw["num_hidden_layers"]),
-        "heads": heads,
-        "vocab": int(raw["vocab_size"]),
-        "eps": float(raw["rms_norm_eps"]),
-        "block": int(raw.get("block_size", DEFAULT_BLOCK)),
-        "markov_rank": int(raw["markov_rank"]),
-        "confidence": bool(raw.get("enable_confidence_head", True)),
-        "confidence_markov": bool(raw.get("confidence_head_with_markov", True)),
-    }
-    head_type = raw.get("markov_head_type", "vanilla")
+def _resolve(keys: DraftKeys) -> DraftConfig:
+    kind = keys.get("model_type")
+    if kind not in ("k3_dspark", "qwen3") or (kind == "qwen3" and keys.get("dflash_config") is None):
+        raise ModelError(f"unknown draft: {keys.file} model_type = {kind!r}", "k3_dspark, or qwen3 with dflash_config")
+    head_type = "vanilla" if keys.get("markov_head_type") is None else keys.get("markov_head_type")
     if head_type != "vanilla":
-        raise ModelError(f"unsupported config.json markov_head_type = {head_type!r}", '"vanilla"')
+        raise ModelError(f"unsupported {keys.file} markov_head_type = {head_type!r}", '"vanilla"')
+    heads = keys.integer("num_attention_heads", MOST_HEADS)
+    shared: dict[str, Any] = {
+        "hidden": keys.integer("hidden_size", MOST_WIDTH),
+        "intermediate": keys.integer("intermediate_size", MOST_WIDTH),
+        "layers": keys.integer("num_hidden_layers", MOST_LAYERS),
+        "heads": heads,
+        "vocab": keys.integer("vocab_size", MOST_IDS),
+        "eps": keys.number("rms_norm_eps", 1e-12, 1),
+        "block": keys.integer("block_size", MOST_ROWS, default=DEFAULT_BLOCK),
+        "markov_rank": keys.integer("markov_rank", MOST_WIDTH),
+        "confidence": keys.flag("enable_confidence_head", True),
+        "confidence_markov": keys.flag("confidence_head_with_markov", True),
+    }
     if kind == "k3_dspark":
-        nope, pe = int(raw["qk_nope_head_dim"]), int(raw["qk_rope_head_dim"])
-        rope, stretch = _rope(raw, pe, interleaved=True)
+        nope, pe = keys.integer("qk_nope_head_dim", MOST_WIDTH), _even(keys, "qk_rope_head_dim")
+        rope, stretch = _rope(keys, pe, interleaved=True)
         return DraftConfig(
             kind="mla",
-            mask_id=int(raw["mask_token_id"]),
-            taps=tuple(int(i) for i in raw["target_layer_ids"]),
-            target_layers=int(raw.get("target_num_hidden_layers", 0)),
+            mask_id=keys.integer("mask_token_id", MOST_IDS, least=0),
+            taps=keys.layers("target_layer_ids", MOST_LAYERS),
+            target_layers=keys.integer("target_num_hidden_layers", MOST_LAYERS, least=0, default=0),
             rope=rope,
             scale=(nope + pe) ** -0.5 * stretch**2,
-            v_dim=int(raw["v_head_dim"]),
-            q_rank=int(raw["q_lora_rank"]),
-            kv_rank=int(raw["kv_lora_rank"]),
+            v_dim=keys.integer("v_head_dim", MOST_WIDTH),
+            q_rank=keys.integer("q_lora_rank", MOST_WIDTH),
+            kv_rank=keys.integer("kv_lora_rank", MOST_WIDTH),
             nope_dim=nope,
             pe_dim=pe,
             **shared,
         )
-    flash = raw["dflash_config"]
-    size = int(raw.get("head_dim") or shared["hidden"] // heads)
-    rope, _ = _rope(raw, size, interleaved=False)
+    flash = keys.section("dflash_config")
+    size = _even(keys, "head_dim", default=shared["hidden"] // heads)
+    kv_heads = keys.integer("num_key_value_heads", MOST_HEADS)
+    if heads % kv_heads:
+        raise keys.refused("num_key_value_heads", f"a number that divides the {heads} of num_attention_heads")
+    rope, _ = _rope(keys, size, interleaved=False)
     return DraftConfig(
         kind="gqa",
-        mask_id=int(flash["mask_token_id"]),
-        taps=tuple(int(i) for i in flash["target_layer_ids"]),
-        target_layers=int(raw.get("num_target_layers", 0)),
+        mask_id=flash.integer("mask_token_id", MOST_IDS, least=0),
+        taps=flash.layers("target_layer_ids", MOST_LAYERS),
+        target_layers=keys.integer("num_target_layers", MOST_LAYERS, least=0, default=0),
         rope=rope,
         scale=size**-0.5,
         v_dim=size,
-        kv_heads=int(raw["num_key_value_heads"]),
+        kv_heads=kv_heads,
         **shared,
     )
 
 
-def _rope(raw: Mapping[str, Any], dim: int, *, interleaved: bool) -> tuple[Rope, float]:
+def _even(keys: DraftKeys, key: str, default: int | None = None) -> int:
+    """A size that is rotated in pairs."""
+    found = keys.integer(key, MOST_WIDTH, least=2, default=default)
+    if found < 2 or found % 2:
+        raise keys.refused(key, f"an even number from 2 to {MOST_WIDTH:,}")
+    return found
+
+
+def _rope(keys: DraftKeys, dim: int, *, interleaved: bool) -> tuple[Rope, float]:
     """(rotation, score stretch m of the MLA kind). Grouped-query drafts carry their stretch in cos and sin."""
-    values: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(values.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind in ("default", None):
+    name = next((name for name in ("rope_parameters", "rope_scaling") if keys.get(name) not in (None, {})), None)
+    values = DraftKeys({}, keys.file) if name is None else keys.section(name)
+    whose = keys if values.get("rope_theta") is None else values
+    theta = whose.number("rope_theta", 2, 1e12, default=10000.0)
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind == "default":
         return Rope(dim, theta, interleaved), 1.0
     if kind != "yarn":
-        raise ModelError(f"unsupported config.json rope_type = {kind!r}", '"yarn" or "default"')
-    factor = float(values["factor"])
+        raise ModelError(f"unsupported {keys.file} rope_type = {kind!r}", '"yarn" or "default"')
+    factor = values.number("factor", 1, 1e6)
     logged = 0.1 * math.log(factor)
 
-    def stretched(weight: Any) -> float:
-        return 1 + float(weight) * logged
+    def stretched(weight: float) -> float:
+        return 1 + weight * logged
 
     if interleaved:  # the scale carries mscale_all_dim; cos and sin the ratio of the two
-        every = float(values.get("mscale_all_dim", 0.0))
-        amplitude = stretched(values.get("mscale", 1.0)) / stretched(every) if every else stretched(1.0)
-        stretch = stretched(every) if every else 1.0
+        own = stretched(values.number("mscale", 0, 100, default=1.0))
+        every = values.number("mscale_all_dim", 0, 100, default=0.0)
+        amplitude, stretch = (own / stretched(every), stretched(every)) if every else (stretched(1.0), 1.0)
     else:
-        amplitude, stretch = float(values.get("attention_factor") or stretched(1.0)), 1.0
+        amplitude, stretch = values.number("attention_factor", 0.01, 100, default=stretched(1.0)), 1.0
     return (
         Rope(
             dim,
             theta,
             interleaved,
             factor,
-            int(values["original_max_position_embeddings"]),
-            float(values.get("beta_fast", 32.0)),
-            float(values.get("beta_slow", 1.0)),
+            values.integer("original_max_position_embeddings", MOST_IDS),
+            values.number("beta_fast", 1e-3, 1e6, default=32.0),
+            values.number("beta_slow", 1e-3, 1e6, default=1.0),
             amplitude,
         ),
         stretch,
