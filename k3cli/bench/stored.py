@@ -18,7 +18,7 @@ from k3_sessions.store import Store
 from k3_sessions.types import Identity, StateLayout, TurnDraft
 
 from k3cli.bench.record import Row, measured
-from k3cli.engine.timeline import Snapshot
+from k3cli.engine.snapshot import Snapshot
 
 LOCK = "lock"
 """In the folder of a run that saves and restores: held, and so alive."""

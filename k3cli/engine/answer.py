@@ -11,8 +11,10 @@ from k3_sessions.types import TurnDraft
 from k3cli.chat import events as chat
 from k3cli.chat.messages import check_messages, content_parts
 from k3cli.engine import events as ev
+from k3cli.engine.limits import Cancel
 from k3cli.engine.record import VERSION
-from k3cli.engine.timeline import Cancel, Snapshot, Timeline
+from k3cli.engine.snapshot import Snapshot
+from k3cli.engine.timeline import Timeline
 from k3cli.errors import UsageError
 
 if TYPE_CHECKING:

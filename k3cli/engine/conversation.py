@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from k3cli.engine import events as ev
 from k3cli.engine import record
 from k3cli.engine.answer import Answer, check_turn, render_prompt
+from k3cli.engine.limits import Cancel, never, room_for_answer
 from k3cli.engine.opening import Emit, Mode, Opened, fork_stored, move_notice, open_session, silent, turn_before
 from k3cli.engine.restore import Restored, restore_turn
 from k3cli.engine.sampling import Sampling
 from k3cli.engine.sharing import start_shared
 from k3cli.engine.standing import Standing
-from k3cli.engine.timeline import Cancel, never, room_for_answer
 from k3cli.errors import K3Error, SessionError
 
 if TYPE_CHECKING:

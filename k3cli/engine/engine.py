@@ -50,7 +50,7 @@ class Engine:
         notices: Sequence[str] = (),
         folder: Path | None = None,
     ) -> None:
-        """model: has the interface of timeline.ModelLike plus `new_state` and `state_layout` (K3Model has).
+        """model: has the interface of snapshot.ModelLike plus `new_state` and `state_layout` (K3Model has).
 
         folder: where its files are.
         """

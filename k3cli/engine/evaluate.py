@@ -13,9 +13,9 @@ from k3_sessions.types import TurnDraft
 from k3cli.engine import events as ev
 from k3cli.engine import record
 from k3cli.engine.head import Head
+from k3cli.engine.limits import Cancel, never, overflow
 from k3cli.engine.restore import InterruptedWorkError
 from k3cli.engine.saving import Saver, save_events
-from k3cli.engine.timeline import Cancel, never, overflow
 from k3cli.errors import ModelError
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from k3cli.engine import events as ev
 from k3cli.engine import record
 from k3cli.engine.head import Head
+from k3cli.engine.limits import Cancel
 from k3cli.engine.restore import Restored, restore_turn
 from k3cli.engine.saving import Saver
-from k3cli.engine.timeline import Cancel
 from k3cli.errors import SessionError, UsageError
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ import torch
 from k3cli.engine import events as ev
 from k3cli.engine import record
 from k3cli.engine.evaluate import replay_into, score
+from k3cli.engine.limits import Cancel, never
 from k3cli.engine.restore import InterruptedWorkError
 from k3cli.engine.sampling import Sampling, draw, margin
 from k3cli.engine.schedule import Schedule
-from k3cli.engine.timeline import Cancel, Timeline, never
+from k3cli.engine.timeline import Timeline
 from k3cli.errors import UsageError
 
 if TYPE_CHECKING:

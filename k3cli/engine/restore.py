@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from k3_sessions.errors import Damaged, StoreError
 
 from k3cli.engine.events import Event, Notice, Progress
+from k3cli.engine.limits import Cancel
 from k3cli.engine.record import recorded_schedule, runtime_change
 from k3cli.engine.schedule import Schedule
-from k3cli.engine.timeline import Cancel, Timeline
+from k3cli.engine.timeline import Timeline
 from k3cli.errors import DamagedError, Exit, K3Error, SessionError
 
 if TYPE_CHECKING:

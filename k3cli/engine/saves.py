@@ -13,7 +13,8 @@ from k3cli.engine.saving import Saver, save_events
 if TYPE_CHECKING:
     from k3_sessions.types import TurnDraft
 
-    from k3cli.engine.timeline import Snapshot, Timeline
+    from k3cli.engine.snapshot import Snapshot
+    from k3cli.engine.timeline import Timeline
 
 NO_COUNTS = dict.fromkeys(("reused", "replayed", "prefilled", "generated"), 0)
 

@@ -11,7 +11,7 @@ from k3_sessions.types import TurnDraft
 
 from k3cli.engine import events as ev
 from k3cli.engine.sharing import SHARED_MARK
-from k3cli.engine.timeline import Snapshot
+from k3cli.engine.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

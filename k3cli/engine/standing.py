@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from k3cli.engine import events as ev
 from k3cli.engine import record
+from k3cli.engine.limits import never
 from k3cli.engine.opening import Opened, silent
 from k3cli.engine.restore import Restored, restore_turn
 from k3cli.engine.saves import Saves
-from k3cli.engine.timeline import Timeline, never
+from k3cli.engine.timeline import Timeline
 from k3cli.engine.transcript import transcript
 from k3cli.errors import SessionError
 

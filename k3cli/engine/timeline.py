@@ -11,7 +11,7 @@ differs: the rows that count so far are committed before anything looks at the s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,20 +19,12 @@ import torch
 from torch import Tensor
 
 from k3cli.engine.drafting.speculator import DecodeStats, Speculator
+from k3cli.engine.limits import Cancel, never, overflow
 from k3cli.engine.sampling import Sampling, draw
 from k3cli.engine.schedule import Schedule
-from k3cli.engine.snapshot import ModelLike, StateLike
-from k3cli.engine.snapshot import Snapshot as Snapshot
+from k3cli.engine.snapshot import ModelLike, Snapshot, StateLike
 from k3cli.engine.window import Window
-from k3cli.errors import ContextError, K3Error
-
-Cancel = Callable[[], bool]
-"""Asked between steps; True ends the work there."""
-
-
-def never() -> bool:
-    """The `Cancel` of work that nobody interrupts."""
-    return False
+from k3cli.errors import K3Error
 
 
 class Timeline:
@@ -104,8 +96,7 @@ class Timeline:
         first = self.position
         self._state.reserve(max(stop - first, 0))
         while self.position < stop and not cancel():
-            end = self._chunk_end()
-            self._prefill_chunk(min(end, stop) - self.position, "last")
+            self._prefill_chunk(self._chunk(stop), "last")
             yield self.position - first
 
     def generate(
@@ -163,17 +154,13 @@ class Timeline:
         assert schedule.start == self.position, (schedule.start, self.position)
         assert schedule.stop <= len(self.tokens), (schedule.stop, len(self.tokens))
         for kind, n in schedule:
-            done = 0
-            while done < n and not cancel():
-                step = n if kind == "prefill" else min(self.model.window, n - done)
-                first = self.position
+            stop = self.position + n
+            while self.position < stop and not cancel():
                 if kind == "prefill":
-                    rows = self._prefill_chunk(step, "last")
-                    first = self.position - 1
+                    rows = self._prefill_chunk(n, "last")
                 else:
-                    rows = self._decode(step)
-                done += step
-                yield first + 1, rows
+                    rows = self._decode(min(self.model.window, stop - self.position))
+                yield self.position + 1 - len(rows), rows
 
     def evaluate_all(self, cancel: Cancel = never) -> Iterator[tuple[int, Tensor]]:
         """Prefill every pending token and yield (first, logits) for each chunk.
@@ -182,9 +169,8 @@ class Timeline:
         """
         self._usable()
         while self.position < len(self.tokens) and not cancel():
-            end = self._chunk_end()
-            first = self.position
-            yield first + 1, self._prefill_chunk(min(end, len(self.tokens)) - first, "all")
+            rows = self._prefill_chunk(self._chunk(len(self.tokens)), "all")
+            yield self.position + 1 - len(rows), rows
 
     def fork(self) -> Timeline:
         """An independent timeline at the same point; full MLA pages are shared."""
@@ -219,27 +205,19 @@ class Timeline:
         del self._state
 
     def _next_row(self, room: int) -> None:
-        """Evaluate the one pending token: as a row of the window at hand, or with a new one. room: tokens to come."""
+        """Evaluate the one pending token: as a row of the window at hand, or with a new one, drafts behind it.
+
+        room: tokens to come. Opening a window leaves the state as it is.
+        """
         window = self._window
         if window is None or not window.fits(self.tokens):
             self._settle()
-            window = self._window = self._open(room)
-        self._logits = window.logits[window.used]
-        window.used += 1
+            drafts, seconds = ([], 0.0) if self.speculator is None else self.speculator.propose(self.tokens, room - 1)
+            with self._whole("decode"):
+                window = Window.open(self.model, self._state, [self.tokens[-1], *drafts], seconds)
+            self._window = window
+        self._logits = window.next_row()
         self.schedule.add("decode", 1)
-
-    def _open(self, room: int) -> Window:
-        """A window of the pending token and, with a speculator, of drafts; the state stays as it is."""
-        drafts, draft_seconds = ([], 0.0) if self.speculator is None else self.speculator.propose(self.tokens, room - 1)
-        ids = [self.tokens[-1], *drafts]
-        self._usable()
-        self._torn = f"a decode step at position {self.position} was interrupted"
-        began = time.perf_counter()
-        # Over ranks a step can be begun without waiting for it: `_draw` waits, with its own work behind it.
-        verify = getattr(self.model, "begin", self.model.verify)
-        logits, log = verify(torch.tensor(ids, dtype=torch.long), self._state)
-        self._torn = ""
-        return Window(ids, self.position, logits, log, draft_seconds, time.perf_counter() - began)
 
     def _draw(self, sampling: Sampling) -> int:
         """The token after the last evaluated one. The first draw of a window counts as part of its step: on a GPU it
@@ -258,29 +236,27 @@ class Timeline:
     def _settle(self) -> None:
         """Commit the rows that count, and let go of the others."""
         self._usable()
-        window = self._window
-        if window is None:
+        if (window := self._window) is None:
             return
         began = time.perf_counter()
-        self._torn = f"a decode step at position {self._state.position} was interrupted"
-        self.model.commit(self._state, window.log, window.used)
-        self._torn, self._window = "", None
+        with self._whole("decode"):
+            self.model.commit(self._state, window.log, window.used)
+            self._window = None
         window.account(self.tokens, time.perf_counter() - began, self.decoding, self.speculator)
 
-    def _chunk_end(self) -> int:
-        """Where the chunk that begins at `position` ends at the latest: equal tokens take equal paths."""
+    def _chunk(self, stop: int) -> int:
+        """Tokens of the next chunk on the way to `stop`. Chunks end at fixed places: equal tokens take equal paths."""
         size = self.model.prefill_chunk
-        return (self.position // size + 1) * size
+        return min((self.position // size + 1) * size, stop) - self.position
 
     def _prefill_chunk(self, n: int, rows: str) -> Tensor:
-        first = self.position
         taps: list[Tensor] = []
         wanted = {"taps": taps} if self.speculator is not None and self.speculator.needs_hidden else {}
         with self._step("prefill", n):
             logits = self.model.prefill(self._ids(n), self._state, logits=rows, **wanted)
         assert logits is not None
         if self.speculator is not None and taps:
-            self.speculator.observe(self.tokens[first : first + n], first, taps[0])
+            self.speculator.observe(self.tokens[self.position - n : self.position], self.position - n, taps[0])
         logits = logits.reshape(-1, logits.shape[-1])
         self._logits = logits[-1]
         return logits
@@ -291,8 +267,7 @@ class Timeline:
             logits, log = self.model.verify(self._ids(n), self._state)
             self.model.commit(self._state, log, n)
         if self.speculator is not None and self.speculator.needs_hidden:
-            first = self.position - n
-            self.speculator.observe(self.tokens[first : first + n], first, log.taps)
+            self.speculator.observe(self.tokens[self.position - n : self.position], self.position - n, log.taps)
         self._logits = logits[n - 1]
         return logits[:n]
 
@@ -301,34 +276,24 @@ class Timeline:
 
     @contextmanager
     def _step(self, kind: str, n: int) -> Iterator[None]:
-        """Around one change of the state: torn until it has ended, recorded when it has."""
+        """Around one change of the state; recorded when it has ended."""
         self._settle()
         before = self.position
-        self._torn = f"a {kind} step at position {before} was interrupted"
-        yield
-        assert self.position == before + n, (self.position, before, n)
-        self._torn = ""
+        with self._whole(kind):
+            yield
+            assert self.position == before + n, (self.position, before, n)
         self.schedule.add(kind, n)
+
+    @contextmanager
+    def _whole(self, kind: str) -> Iterator[None]:
+        """Around what must not end half way: the timeline is torn until it has ended."""
+        self._usable()
+        self._torn = f"a {kind} step at position {self._state.position} was interrupted"
+        yield
+        self._torn = ""
 
     def _usable(self) -> None:
         if self._torn:
             raise K3Error(
                 f"this timeline can't be used: {self._torn}", "a complete state", "restore the last saved turn"
             )
-
-
-def overflow(history: int, new: int, limit: int) -> ContextError:
-    """The refusal that names both counts."""
-    return ContextError(
-        f"the history holds {history} tokens and {new} more are needed, {history + new} in all",
-        f"at most {limit}, the context limit",
-        "start a new session, fork from an earlier turn, or send less",
-    )
-
-
-def room_for_answer(history: int, prompt: int, limit: int) -> int:
-    """Tokens that an answer may have after `prompt` more tokens. ContextError when not even one fits."""
-    room = limit - history - prompt
-    if room < 1:
-        raise overflow(history, prompt + 1, limit)
-    return room

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from k3cli.engine.drafting.speculator import DecodeStats, Speculator
+    from k3cli.engine.snapshot import ModelLike, StateLike
 
 
 @dataclass
@@ -27,6 +30,21 @@ class Window:
     draft_seconds: float
     seconds: float
     used: int = 0
+
+    @classmethod
+    def open(cls, model: ModelLike, state: StateLike, ids: list[int], draft_seconds: float) -> Window:
+        """Evaluates the pending token and drafts behind it; the state stays as it is."""
+        began = time.perf_counter()
+        # Over ranks a step can be begun without waiting for it: whoever draws waits, with its own work behind it.
+        verify = getattr(model, "begin", model.verify)
+        logits, log = verify(torch.tensor(ids, dtype=torch.long), state)
+        return cls(ids, state.position, logits, log, draft_seconds, time.perf_counter() - began)
+
+    def next_row(self) -> Tensor:
+        """Logits [V] of the first row that does not count yet, which does from here on."""
+        row = self.logits[self.used]
+        self.used += 1
+        return row
 
     def fits(self, tokens: Sequence[int]) -> bool:
         """Whether the next row is that of the next token to evaluate."""

@@ -19,7 +19,7 @@ from k3cli.engine.conversation import Conversation
 from k3cli.engine.engine import Engine
 from k3cli.engine.evaluate import replay_into
 from k3cli.engine.sampling import Sampling
-from k3cli.engine.timeline import Snapshot
+from k3cli.engine.snapshot import Snapshot
 
 LONG = "word " * 300
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from k3cli.engine.limits import room_for_answer
 from k3cli.engine.sampling import Sampling, draw
 from k3cli.engine.schedule import Schedule
-from k3cli.engine.timeline import Timeline, room_for_answer
+from k3cli.engine.timeline import Timeline
 from k3cli.errors import ContextError, DamagedError, K3Error
 
 GREEDY = Sampling(temperature=0, seed=0)
