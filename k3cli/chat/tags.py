@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 from k3cli.chat.tokenizer import Tokenizer
 
@@ -11,6 +13,8 @@ _TAG = re.compile(r'\s*([^\s"=]+)((?:\s+[^\s"=]+="[^"]*")*)\s*')
 _ATTRIBUTE = re.compile(r'\s+([^\s"=]+)="([^"]*)"')
 
 Attributes = Iterable[tuple[str, str]]
+Channel = Literal["think", "response", "tools", "done"]
+"""What of a message is open, "done" behind its closing tag."""
 
 
 class Tags:
@@ -46,3 +50,18 @@ def parse_tag(text: str) -> tuple[str, dict[str, str]] | None:
     return tag[1], {
         key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in _ATTRIBUTE.findall(tag[2])
     }
+
+
+@dataclass
+class HalfTag:
+    """A tag whose `<|sep|>` has not come yet."""
+
+    opening: bool
+    body: bytearray
+
+    @property
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace")
+
+    def __str__(self) -> str:
+        return f"{'opening' if self.opening else 'closing'} tag {self.text!r}"

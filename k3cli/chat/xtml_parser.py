@@ -13,26 +13,11 @@ from typing import Literal
 
 from k3cli.chat.arguments import is_json, quote
 from k3cli.chat.parser import OpenCall, StreamParser
-from k3cli.chat.tags import Tags, parse_tag
+from k3cli.chat.tags import Channel, HalfTag, parse_tag
 from k3cli.chat.tokenizer import Tokenizer
+from k3cli.chat.xtml_closing import closing_ids
 
-Channel = Literal["think", "response", "tools", "done"]
 _ORDER: tuple[Channel, ...] = ("think", "response", "tools")
-
-
-@dataclass
-class HalfTag:
-    """A tag whose `<|sep|>` has not come yet."""
-
-    opening: bool
-    body: bytearray
-
-    @property
-    def text(self) -> str:
-        return self.body.decode("utf-8", "replace")
-
-    def __str__(self) -> str:
-        return f"{'opening' if self.opening else 'closing'} tag {self.text!r}"
 
 
 @dataclass
@@ -279,42 +264,8 @@ class XtmlParser(StreamParser):
         if self._call is not None and self._call.problem is None:
             self._call.problem = problem
 
-    # -- closing --------------------------------------------------------------------------------------------------
-
     def close_ids(self) -> list[int]:
         if self._at_end:
             return []
-        tags = Tags(self._tokenizer)
-        ids: list[int] = []
-        channel, seen = self._channel, set(self._seen)
-        tag = self._tag
-        name = self._likely(tag) if tag is not None else None
-        if tag is not None and name is not None:
-            ids += [*self._tokenizer.encode_text(name[len(tag.body) :]), self._sep]
-            channel = name if tag.opening else ("done" if name == "message" else None)  # type: ignore[assignment]
-            seen |= {channel} if channel is not None else set()
-        if channel == "think":
-            ids += tags.close("think")
-            channel = None
-        if channel is None and not seen & {"response", "tools"}:
-            ids += tags.open("response")
-            channel = "response"
-        if channel in ("response", "tools"):
-            ids += tags.close(channel)
-        if channel != "done":
-            ids += tags.close("message")
-        return [*ids, self._eom]
-
-    def _likely(self, tag: HalfTag) -> str | None:
-        """The tag that was being written, where that is plain. Other half tags are left: the next marker ends them."""
-        if self._skip is not None or self._channel == "done":
-            return None
-        if not tag.opening:
-            name: str | None = self._channel or "message"
-        elif self._channel in ("think", None) and not self._seen & {"response", "tools"}:
-            name = "response"
-        elif self._channel != "tools" and "tools" not in self._seen:
-            name = "tools"
-        else:
-            name = None
-        return name if name is not None and name.encode().startswith(tag.body) else None
+        # Half a tag inside what is skipped means nothing: the next marker ends it.
+        return closing_ids(self._tokenizer, self._channel, self._seen, self._tag if self._skip is None else None)
