@@ -221,7 +221,7 @@ def compare_command(
     json: opt.Json = False,
 ) -> None:
     """Two results row by row. Exit 2 when conditions or rows differ: such figures say nothing side by side."""
-    from k3cli.bench.record import compare
+    from k3cli.bench.compare import compare
     from k3cli.bench.show import duration
 
     printer = Printer(json=json)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from k3cli.bench import record, show
+from k3cli.bench.compare import compare
 from k3cli.bench.record import Results
 from k3cli.errors import K3Error, UsageError
 
@@ -123,7 +124,7 @@ def test_figures_that_cannot_be_are_refused(tmp_path: Path, row: dict[str, Any])
     results(tmp_path / "a", 1.0)
     Results.open(run_row(), tmp_path / "b").add({"row": "decode", "depth": 0, "tokens": 1, "seconds": 1.0} | row)
     with pytest.raises(UsageError, match="line 2 has"):
-        record.compare(tmp_path / "a", tmp_path / "b")
+        compare(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "[1]\n{}\n", "nonsense\n{}\n", '{"row": "decode"}\n'])
@@ -141,8 +142,8 @@ def results(file: Path, seconds: float, run: dict[str, Any] | None = None, depth
 
 def test_compare_tells_noise_from_difference(tmp_path: Path):
     a, b, c = (results(tmp_path / name, s) for name, s in (("a", 1.0), ("b", 1.005), ("c", 1.5)))
-    assert [row["within_noise"] for row in record.compare(a, b)] == [True]
-    (row,) = record.compare(a, c)
+    assert [row["within_noise"] for row in compare(a, b)] == [True]
+    (row,) = compare(a, c)
     assert (row["ratio"], row["within_noise"]) == (1.5, False)
 
 
@@ -152,7 +153,7 @@ def test_compare_judges_nothing_by_a_single_sample(
 ):
     for name, seconds in (("a", 1.0), ("b", 1.5)):
         Results.open(run_row(), tmp_path / name).add({"row": "save", "depth": 9, "seconds": seconds} | row)
-    (found,) = record.compare(tmp_path / "a", tmp_path / "b")
+    (found,) = compare(tmp_path / "a", tmp_path / "b")
     assert (found["ratio"], found["within_noise"]) == (1.5, None)
     code, out, _ = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert (code, "noise not known" in out, "slower" in out) == (0, True, False)
@@ -165,11 +166,11 @@ def test_compare_refuses_what_does_not_match(tmp_path: Path):
         row = {"row": "spec", "text": "edit", "spec": "off", "tokens": 9, "seconds": 1.0, "temperature": heat}
         Results.open(run_row(), tmp_path / name).add(row)
     with pytest.raises(UsageError, match=r"edit off 0\.\d was measured in only one"):
-        record.compare(tmp_path / "cool", tmp_path / "hot")
+        compare(tmp_path / "cool", tmp_path / "hot")
     with pytest.raises(UsageError, match=r"window is 8 .* and 4"):
-        record.compare(a, results(tmp_path / "b", 1.0, run_row(window=4)))
+        compare(a, results(tmp_path / "b", 1.0, run_row(window=4)))
     with pytest.raises(UsageError, match=r"decode (0|512) 1 was measured in only one"):
-        record.compare(a, results(tmp_path / "c", 1.0, depth=512))
+        compare(a, results(tmp_path / "c", 1.0, depth=512))
 
 
 def test_a_run_that_went_on_compares_with_one_that_did_not_stop(tmp_path: Path):
@@ -177,7 +178,7 @@ def test_a_run_that_went_on_compares_with_one_that_did_not_stop(tmp_path: Path):
     for name, step in (("a", 512), ("b", 1024)):
         made = Results.open(run_row(), results(tmp_path / name, 1.0))
         made.add({"row": "extend", "depth": 1024, "tokens": step, "seconds": 1.0})
-    assert [row["row"] for row in record.compare(tmp_path / "a", tmp_path / "b")] == ["decode"]
+    assert [row["row"] for row in compare(tmp_path / "a", tmp_path / "b")] == ["decode"]
 
 
 def ladder_file(folder: Path) -> Path:
