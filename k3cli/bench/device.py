@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from k3cli.model.choices import kernel_choices
@@ -21,12 +19,3 @@ def references(
 
 def device_name(place: torch.device) -> str:
     return torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-
-
-def peak(place: torch.device) -> int:
-    """Most bytes allocated on the device; on a CPU the process's largest resident size."""
-    if place.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(place))
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

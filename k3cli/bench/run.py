@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,21 @@ import torch
 
 from k3cli.bench.behind import allowed, behind, left
 from k3cli.bench.ceilings import ceilings
-from k3cli.bench.device import device_name, peak, references
+from k3cli.bench.device import device_name, references
 from k3cli.bench.ladder import Ladder, Plan
+from k3cli.bench.memory import Meter, planned_peaks
 from k3cli.bench.record import Results, Row, run_row
 from k3cli.bench.slice import random_model, slice_config
 from k3cli.config import K3_SHAPE, Settings
-from k3cli.errors import FitError, UsageError
-from k3cli.model.choices import kernel_choices
+from k3cli.errors import UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.hub import resolve_model
 from k3cli.model.network import DEFAULT_WINDOW
-from k3cli.model.parallel import check_world, held
+from k3cli.model.parallel import check_world
 from k3cli.model.peers import launched
-from k3cli.model.placement import choose_device, choose_dtype, prefill_chunk, rank_memory, weights_memory
-from k3cli.model.pool import Geometry, granules_for
+from k3cli.model.placement import choose_device, choose_dtype, prefill_chunk
 from k3cli.model.ranks import load_ranks, rank_devices, slice_ranks
-from k3cli.model.sizing import weigh, workspace
+from k3cli.model.sizing import weigh
 from k3cli.model.weights import load_model
 
 RUNGS = (0, 4 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)
@@ -153,7 +152,7 @@ def climb(ask: Ask, what: Subject, file: Path | None, tell: Callable[[str], None
     if plan.depths[-1] > deepest:
         tell(f"depths beyond {deepest:,} are measured there: {room:,} tokens more are evaluated at each")
     plan = dataclasses.replace(plan, depths=tuple(sorted({min(depth, deepest) for depth in plan.depths})))
-    planned = planned_peak(config, kind, place, plan, tell, what.world)
+    planned = planned_peaks(config, kind, place, plan, tell, what.world)
     model, weights, end = what.build(kind, window)
     try:
         yield from _measured(ask, what, plan, model, weights, planned, file, tell)
@@ -167,14 +166,13 @@ def _measured(
     plan: Plan,
     model: Any,
     weights: str,
-    planned: int,
+    planned: Sequence[int],
     file: Path | None,
     tell: Callable[[str], None],
 ) -> Iterator[Row]:
-    made = peak(what.place)
+    meter = Meter(model, what.place)
     limits = ceilings(what.place, model.dtype, what.world)
-    if what.place.type == "cuda":  # the peak to report is the model's, not that of measuring the machine
-        torch.cuda.reset_peak_memory_stats(what.place)
+    meter.begin()
     run = run_row(
         model=what.name,
         config=hashlib.sha256(repr(dataclasses.astuple(what.config)).encode()).hexdigest()[:16],
@@ -192,6 +190,7 @@ def _measured(
         matrix_rate=limits[1],
     )
     results = Results.open(run, file, tell)
+    anew = not results.rows
     yield results.run
     ladder = Ladder(model, what.config, plan, results.ceilings)
     home = ask.settings.home if ask.stored else None
@@ -207,46 +206,7 @@ def _measured(
 
     yield from ladder.climb(results, lambda depth: not ask.verify and left(results, depth, home), more)
     if not ask.verify and results.done(row="memory") is None:
-        note = "" if what.place.type == "cuda" else "the peak is the whole process's"
-        if what.world > 1:
-            note = "; ".join(filter(None, (note, "of rank 0")))
-        most = max(made, peak(what.place) - ladder.own)
-        yield results.add({"row": "memory", "planned": planned, "peak": most, "note": note})
-
-
-def planned_peak(
-    config: ModelConfig, kind: torch.dtype, place: torch.device, plan: Plan, tell: Callable[[str], None], world: int = 1
-) -> int:
-    """Bytes that weights, pool and the widest step will take on a rank; FitError before anything is made when they
-    don't fit."""
-    weights = max(weights_memory(config, kind, rank, world) for rank in range(world))
-    config, free = held(config, world), rank_memory(place, world)
-    told = "unknown" if free is None else f"{free / 1e9:.1f} GB"
-    if free is not None and weights > free:
-        raise FitError(
-            f"the weights take {weights / 1e9:.1f} GB on {place}, {told} are free",
-            "room",
-            "--slice with fewer layers" if len(config.layers) > 1 else "a device with more memory, or --gpus",
-        )
-    geometry = Geometry.of(config, 512, kind)
-    pool = granules_for(config, geometry, None if free is None else free - weights, kind, plan.chunk) * geometry.granule
-    work = workspace(config, kind, plan.chunk, context=plan.depths[-1] + plan.prompt)
-    need = weights + pool + work + _libraries(config, kind, place)
-    tell(
-        f"plan{'' if world == 1 else ' of each rank'}: weights {weights / 1e9:.2f} GB, state pool {pool / 1e9:.2f} GB, "
-        f"peak {need / 1e9:.2f} of {told} free"
-    )
-    return need
-
-
-def _libraries(config: ModelConfig, kind: torch.dtype, place: torch.device) -> int:
-    """Bytes torch sets aside for its library of products, by its defaults: a work space for each stream, that of plain
-    steps, the one they are recorded on and the one shared experts run on, where the library computes them."""
-    if place.type != "cuda":
-        return 0
-    own = kernel_choices(config, place, kind, DEFAULT_WINDOW)["linear.few"].kernel
-    streams = 2 + (config.moe is not None and config.moe.shared > 0 and not own)
-    return streams * ((32 << 20) if torch.cuda.get_device_capability(place)[0] >= 9 else (8 << 20) + (128 << 10))
+        yield results.add(meter.row(planned, ladder.own, anew))
 
 
 def operators(file: Path | None, ops: str | None, tell: Callable[[str], None]) -> Iterator[Row]:

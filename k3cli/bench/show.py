@@ -55,8 +55,9 @@ def note(row: Row) -> str:
         found.append(f"{row['peer']} {duration(row['peer_seconds'])}")
     if "target_seconds" in row:
         found.append(f"target {duration(row['target_seconds'])}")
-    if "planned" in row:
-        found.append(f"planned {human_bytes(row['planned'])}, peak {human_bytes(row['peak'])}")
+    for rank, part in enumerate(row.get("ranks") or ([row] if "planned" in row else [])):
+        where = f"rank {rank} on {part['device']}: " if "device" in part else ""
+        found.append(f"{where}planned {human_bytes(part['planned'])}, peak {human_bytes(part['peak'])}")
     return "; ".join(found)
 
 

@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 import torch
 from k3_sessions.errors import StoreError
-from k3_sessions.types import Array, RestoredState, StateLayout
+from k3_sessions.types import RestoredState, StateLayout
 from torch import Tensor
 
 from k3cli.errors import K3Error
 from k3cli.model.config import ModelConfig
+from k3cli.model.fields import state_layout
+from k3cli.model.handles import MirrorLog, MirrorState
 from k3cli.model.network import K3Model
 from k3cli.model.pool import Pool
 from k3cli.model.replica import LOGITS, NOTHING, Call, Op, Replica
-from k3cli.model.state import State, state_layout
-from k3cli.model.step import WindowLog
 from k3cli.model.world import World
 
 Explain = Callable[[BaseException], K3Error]
@@ -161,6 +161,11 @@ class MirrorModel:
         finally:
             self.call(Call(Op.MODE, n=0))
 
+    def memory(self) -> list[tuple[str, int]]:
+        """(device, most bytes its process has had of it) of every rank, rank 0 first. See `most_memory`."""
+        found: list[tuple[str, int]] = self.call(Call(Op.MEMORY))
+        return found
+
     def forget(self, handle: MirrorState | MirrorLog, number: int) -> None:
         """Every rank lets go of a number, at the first call after its handle went."""
         weakref.finalize(handle, self._dropped.append, number).atexit = False
@@ -233,73 +238,3 @@ class MirrorModel:
         number = next(self._numbers)
         self.call(call(number))
         return MirrorState(self, number)
-
-
-class MirrorState:
-    """`State` for callers: rank 0's is read here, changes happen on every rank."""
-
-    def __init__(self, model: MirrorModel, number: int) -> None:
-        self.number = number
-        self._model = model
-        model.forget(self, number)
-
-    @property
-    def _local(self) -> State:
-        found: State = self._model.held(self.number)
-        return found
-
-    @property
-    def position(self) -> int:
-        """Tokens evaluated into this state."""
-        return self._local.position
-
-    def fork(self) -> MirrorState:
-        """An independent state at the same position."""
-        return self._model.twin(self)
-
-    def reserve(self, n: int) -> None:
-        """Pages for n more tokens. Raises FitError."""
-        self._model.call(Call(Op.RESERVE, self.number, n=n))
-
-    def checkpoint(self) -> dict[str, Array]:
-        """See `State.checkpoint`: all heads, gathered from the ranks."""
-        found: dict[str, Array] = self._model.call(Call(Op.CHECKPOINT, self.number))
-        return found
-
-    def page_rows(self, name: str, start: int, stop: int) -> Array:
-        """See `State.page_rows`; every rank has all latents."""
-        return self._local.page_rows(name, start, stop)
-
-    def load(self, restored: RestoredState) -> None:
-        """See `State.load`."""
-        self._model.call(Call(Op.LOAD, self.number, n=restored.position), restored)
-
-    def publish(self, ids: Tensor) -> None:
-        """See `State.publish`."""
-        self._model.call(Call(Op.PUBLISH, self.number, ids=ids))
-
-
-class MirrorLog:
-    """`WindowLog` for callers."""
-
-    def __init__(self, model: MirrorModel, number: int) -> None:
-        self.number = number
-        self._model = model
-        model.forget(self, number)
-
-    @property
-    def _local(self) -> WindowLog:
-        found: WindowLog = self._model.held(self.number)
-        return found
-
-    @property
-    def position(self) -> int:
-        return self._local.position
-
-    @property
-    def rows(self) -> int:
-        return self._local.rows
-
-    @property
-    def taps(self) -> Tensor | None:
-        return self._local.taps

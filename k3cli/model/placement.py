@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -82,14 +83,35 @@ def available_memory(device: torch.device) -> int | None:
     """Bytes free for a model on a device; None where the system doesn't say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    if (found := _kilobytes("/proc/meminfo", "MemAvailable:")) is not None:
+        return found
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def most_memory(device: torch.device) -> int:
+    """Most bytes that this process has had of a device: allocated on a GPU, where the count may have been begun anew;
+    resident on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    # Linux has the process that started this one in `ru_maxrss`, too.
+    return _kilobytes("/proc/self/status", "VmHWM:") or _largest()
+
+
+def _largest() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _kilobytes(file: str, name: str) -> int | None:
+    """Bytes that a line of a file of the kernel's tells in kB; None where there is none."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
 
 
 def rank_memory(device: torch.device, world: int) -> int | None:

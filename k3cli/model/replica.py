@@ -21,8 +21,10 @@ from k3_sessions.types import Array, RestoredState
 from torch import Tensor
 
 from k3cli.errors import DamagedError, K3Error
+from k3cli.model.fields import CONV_FIELDS, to_host
 from k3cli.model.network import K3Model
-from k3cli.model.state import CONV_FIELDS, State, to_host
+from k3cli.model.placement import most_memory
+from k3cli.model.state import State
 from k3cli.model.step import WindowLog
 from k3cli.model.world import World
 
@@ -51,6 +53,7 @@ class Op(IntEnum):
     MODE = 11
     END = 12
     FORGET = 13
+    MEMORY = 14
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ class Replica:
             return model.set_mode(*MODES[call.n])
         if call.op == Op.FORGET:
             return model.forget_steps()
+        if call.op == Op.MEMORY:
+            return self._memory()
         state: Any = held[call.a]
         if call.op == Op.PREFILL:
             taps: list[Tensor] = []
@@ -158,6 +163,15 @@ class Replica:
             return state.load(Spread(self.world, state, call.n, restored))
         assert call.op == Op.PUBLISH, call.op
         return state.publish(call.ids)
+
+    def _memory(self) -> list[tuple[str, int]]:
+        """(device, `most_memory`) of every rank, on rank 0."""
+        world, device = self.world, self.world.device
+        mine = torch.tensor([-1 if device.index is None else device.index, most_memory(device)])
+        parts = [torch.empty_like(mine) for _ in range(world.size)] if world.rank == 0 else None
+        dist.gather(mine, parts, dst=0, group=world.calls)
+        numbers = [part.tolist() for part in parts or ()]
+        return [(device.type if index < 0 else f"{device.type}:{index}", size) for index, size in numbers]
 
     def _checkpoint(self, state: State) -> dict[str, Array]:
         """The checkpoint fields of all heads, on rank 0."""

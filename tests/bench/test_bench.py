@@ -291,4 +291,12 @@ def test_a_slice_over_two_ranks_names_them_and_what_sums_take(
         assert row["sums_seconds"] == row["seconds"] - row["apart_seconds"]
     assert "2 ranks, each CPU" in err
     assert "for their sums" in err
+    memory = rows[-1]
+    assert [part["device"] for part in memory["ranks"]] == ["cpu", "cpu"]
+    for name in ("planned", "peak"):
+        assert memory[name] == max(part[name] for part in memory["ranks"])
+    # Two processes, neither of which can do with less than a bare interpreter takes, nor holds what this one does.
+    assert memory["ranks"][0]["peak"] != memory["ranks"][1]["peak"]
+    assert all(part["peak"] > 50 << 20 for part in memory["ranks"])
+    assert "rank 1 on cpu: planned" in err
     gc.collect()  # a profiler that watches gloo leaves something behind that this would trip over

@@ -21,6 +21,7 @@ from k3cli.model.checkpoint import open_checkpoint
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import K3Model
 from k3cli.model.parallel import experts_by_width, held
+from k3cli.model.placement import most_memory
 from k3cli.model.weights import LoadProgress
 
 ROUNDING = 2e-3
@@ -177,6 +178,18 @@ def test_a_state_goes_from_one_world_to_another(pair, way: str):
     b, _ = target.verify(ids[:4], other)
     assert torch.equal(a, b) if way == "same" else (a - b).abs().max() < ROUNDING
     assert greedy(source, state, 9, 10) == greedy(target, other, 9, 10)
+
+
+def test_every_rank_tells_the_memory_of_its_own_process(pair):
+    net, ids = pair.many.model, tokens(40, 9)
+    before = net.memory()
+    net.prefill(ids, net.new_state())
+    found = net.memory()
+    assert [device for device, _ in found] == ["cpu"] * pair.size
+    assert found[0][1] == most_memory(net.device)
+    sizes = [size for _, size in found]
+    assert len(set(sizes)) > 1
+    assert all(after >= size > 50 << 20 for after, (_, size) in zip(sizes, before, strict=True))
 
 
 def test_what_is_refused_is_refused_everywhere_and_work_goes_on(pair):

@@ -24,6 +24,7 @@ from k3cli.model import joining
 from k3cli.model.choices import READS_ON_HOST, kernel_choices
 from k3cli.model.config import ModelConfig
 from k3cli.model.parallel import held
+from k3cli.model.placement import weights_memory
 from k3cli.model.random_weights import write_random_checkpoint
 from k3cli.model.ranks import load_ranks
 from k3cli.model.weights import load_model
@@ -348,3 +349,17 @@ def test_what_sums_cost_can_be_measured(net: Any, ids: torch.Tensor, decoded):
     with net.apart():
         assert not torch.equal(plain(net, ids[START : START + 3], started(net, ids)), rows[:3])
     assert torch.equal(plain(net, ids[START : START + 3], started(net, ids)), rows[:3])
+
+
+def test_every_rank_tells_what_its_own_gpu_had_at_most(net: Any):
+    """What only this process takes, beside its rank, is not in rank 1's."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(0)
+    hog = torch.empty(1 << 28, dtype=torch.uint8, device="cuda:0")
+    (first, mine), (second, other) = net.memory()
+    assert (first, second) == ("cuda:0", "cuda:1")
+    assert mine == torch.cuda.max_memory_allocated(0)
+    del hog
+    weights = weights_memory(net.config, net.dtype, 1, 2)
+    assert weights < other < torch.cuda.get_device_properties(1).total_memory
+    assert net.memory()[1] == (second, other)
