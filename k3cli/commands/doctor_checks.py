@@ -110,13 +110,13 @@ def model(settings: Settings) -> Iterator[Check]:
     from k3cli.commands.runtime import recommended_sampling
     from k3cli.model.checkpoint import open_checkpoint
     from k3cli.model.config import ModelConfig
+    from k3cli.model.fields import state_layout
     from k3cli.model.fit import Device
     from k3cli.model.hub import resolve_model
     from k3cli.model.network import DEFAULT_WINDOW
     from k3cli.model.parallel import check_world, held
     from k3cli.model.placement import choose_device, choose_dtype, prefill_chunk, rank_memory, weights_memory
     from k3cli.model.ranks import rank_devices
-    from k3cli.model.state import state_layout
 
     why = settings.sources.get("model", "none configured: the shipped k3-nano")
     try:

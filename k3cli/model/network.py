@@ -20,11 +20,12 @@ from torch import Tensor
 from k3cli.model.blocks import KdaWeights, Weights
 from k3cli.model.choices import eager_reason, kernel_choices
 from k3cli.model.config import ModelConfig
+from k3cli.model.fields import state_layout
 from k3cli.model.layers import Layers
 from k3cli.model.passes import Chunk, stacked
 from k3cli.model.placement import prefill_chunk
 from k3cli.model.pool import Pool
-from k3cli.model.state import State, state_layout
+from k3cli.model.state import State
 from k3cli.model.step import Stepper, WindowLog
 from k3cli.model.world import World
 

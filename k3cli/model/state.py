@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
 import torch
-from k3_sessions.types import Array, FieldSpec, RestoredState, StateLayout, StreamedState
+from k3_sessions.types import Array, RestoredState, StateLayout
 from torch import Tensor
 
 from k3cli.errors import DamagedError
 from k3cli.model.config import ModelConfig
+from k3cli.model.fields import CONV_FIELDS, checked, checkpoint_parts, to_host
 from k3cli.model.pool import Holding, Pool
 from k3cli.model.prefixes import ROOT, block_key
-
-CONV_FIELDS = ("conv_q", "conv_k", "conv_v")
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-
-def state_layout(config: ModelConfig, dtype: torch.dtype) -> StateLayout:
-    """The fields of the state of a model that computes in `dtype`; a kind of layer that is absent has no fields."""
-    name = DTYPE_NAMES[dtype]
-    kda, mla = config.kda, config.mla
-    fields: list[FieldSpec] = []
-    if config.kda_layers:
-        shape = (kda.heads, kda.head_dim, kda.head_dim)
-        fields.append(FieldSpec("recurrent", "checkpoint", config.kda_layers, shape, "float32"))
-        window = (kda.conv_width - 1, kda.width)
-        fields += [FieldSpec(field, "checkpoint", config.kda_layers, window, name) for field in CONV_FIELDS]
-    if config.mla_layers:
-        fields.append(FieldSpec("kv_latent", "page", config.mla_layers, (mla.kv_rank,), name))
-        fields.append(FieldSpec("k_pe", "page", config.mla_layers, (mla.pe_dim,), name))
-    return StateLayout(tuple(fields))
 
 
 class State:
@@ -231,7 +212,7 @@ class State:
                 held.pages.append(pool.page())
                 for name, field in fields.items():
                     if field.scope == "page":
-                        rows = _checked(restored.page_rows(name, start, stop), field, (stop - start,))
+                        rows = checked(restored.page_rows(name, start, stop), field, (stop - start,))
                         pool.blocks[held.pages[-1], :, : stop - start, self._columns(name)] = rows
         except BaseException:
             pool.drop(held)
@@ -250,10 +231,10 @@ class State:
         if fields:
             parts = self.pool.conv[slot].split(self.config.kda.width, dim=-1)
             places = dict(zip(("recurrent", *CONV_FIELDS), (self.pool.recurrent[slot], *parts), strict=True))
-        for name, first, array in _checkpoint_parts(restored):
+        for name, first, array in checkpoint_parts(restored):
             if name not in fields:
                 raise DamagedError(f"stored checkpoint field {name}", f"{sorted(fields)}")
-            part = _checked(array, fields[name], (), layers=len(array))
+            part = checked(array, fields[name], (), layers=len(array))
             if first != arrived[name] or first + len(part) > len(fields[name].layers):
                 raise DamagedError(f"stored field {name} goes on with layer {first}", f"{arrived[name]}")
             places[name][first : first + len(part)] = part
@@ -268,39 +249,3 @@ class State:
         if name not in spans:
             raise ValueError(f"{name} is no page field")
         return spans[name]
-
-
-def _checkpoint_parts(restored: RestoredState) -> Iterator[tuple[str, int, Array]]:
-    """Name, first layer and array of each part of the checkpoint; whole fields where they were not read in parts."""
-    if isinstance(restored, StreamedState):
-        yield from restored.checkpoint_parts()
-        return
-    for name, array in restored.checkpoint().items():
-        yield name, 0, array
-
-
-def _checked(array: Array, field: FieldSpec, extra: tuple[int, ...], layers: int | None = None) -> Tensor:
-    """A stored field as a host tensor that shares the array's memory where it can; shape and type checked.
-
-    layers: how many of the field's layers it holds; None: all.
-    """
-    shape = (len(field.layers) if layers is None else layers, *extra, *field.shape)
-    kind = np.dtype("<u2") if field.dtype == "bfloat16" else np.dtype("<f4")
-    if array.shape != shape or array.dtype != kind:
-        raise DamagedError(
-            f"stored field {field.name} has shape {list(array.shape)} and type {array.dtype}",
-            f"{list(shape)} and {kind}",
-        )
-    if not array.flags.writeable or not array.flags.aligned:
-        array = array.copy()
-    host = torch.from_numpy(array)
-    return host.view(torch.bfloat16) if field.dtype == "bfloat16" else host
-
-
-def to_host(tensor: Tensor) -> Array:
-    """A C-contiguous host copy; bf16 as its uint16 bits."""
-    host = tensor.detach().to("cpu", copy=True).contiguous()
-    if host.dtype == torch.bfloat16:
-        host = host.view(torch.uint16)
-    array: Array = host.numpy()
-    return array

@@ -14,11 +14,12 @@ from k3cli.commands.doctor_checks import fit
 from k3cli.engine.timeline import Timeline
 from k3cli.errors import FitError
 from k3cli.model.config import ModelConfig
+from k3cli.model.fields import state_layout
 from k3cli.model.network import K3Model
 from k3cli.model.pool import Geometry, Pool, granules_for, room
 from k3cli.model.prefixes import ROOT, block_key
 from k3cli.model.sizing import workspace
-from k3cli.model.state import State, state_layout
+from k3cli.model.state import State
 from k3cli.model.weights import load_model
 
 BLOCK = 8
