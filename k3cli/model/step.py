@@ -69,6 +69,11 @@ class Stepper:
         self._forward = forward
         self._control = torch.zeros(4 + window, dtype=torch.int64, device=device)
         self._cursor, self._ids = self._control[:4], self._control[4:]
+        # Where the host writes them: a recorded step begins with the copy, which by itself costs a host tens of
+        # microseconds in front of it. Written again when it has been copied.
+        self._host = torch.zeros(4 + window, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._values = self._host.numpy()
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         recurrent = pool.recurrent
         _, n_kda, heads, V, K = recurrent.shape
         self._log = log = StepLog.empty(n_kda, window, heads, K, V, pool.conv.dtype, device)
@@ -186,16 +191,16 @@ class Stepper:
             kda.commit(self._pool.recurrent, self._pool.conv, log, self._stack, cursor)
 
     def _set(self, ids: Tensor, start: int, state: State) -> None:
-        """Fills the static buffers: one copy to the device when ids, int64 [n], are on the host."""
-        slots = [(start + i) % self._window for i in range(ids.numel())]
-        values = [start, state.accepted, state.slot, 0] + [0] * self._window
-        host = ids.device.type == "cpu"
-        if host:
-            for slot, token in zip(slots, ids.tolist(), strict=True):
-                values[4 + slot] = token
-        self._control.copy_(torch.tensor(values, dtype=torch.int64), non_blocking=True)
-        if not host:
-            self._ids[torch.tensor(slots, device=ids.device)] = ids
+        """Says what the next step is, on the host; the step's own first act is to fetch it (`_fetch`)."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._values[:4] = start, state.accepted, state.slot, 0
+        self._values[4:] = 0
+        for i, token in enumerate(ids.tolist()):
+            self._values[4 + (start + i) % self._window] = token
+
+    def _fetch(self) -> None:
+        self._control.copy_(self._host, non_blocking=True)
 
     def _pass(self, n: int) -> Window:
         return Window(self._pool, self.table, self._cursor, self._layers, n, self._beside)
@@ -208,9 +213,17 @@ class Stepper:
             if n in self._graphs:
                 graph, found = self._graphs[n]
                 graph.replay()
+                self._fetched()
                 return found
         self._warm.add(n)
+        self._fetch()
+        self._fetched()
         return self._forward(self._ids, self._pass(n))
+
+    def _fetched(self) -> None:
+        """From here on the device's own order says when the host may write again."""
+        if self._copied is not None:
+            self._copied.record()
 
     def _record(self, n: int) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -221,6 +234,7 @@ class Stepper:
         try:
             # Other threads (a save under way) may go on using the device.
             with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+                self._fetch()
                 found = self._forward(self._ids, self._pass(n))
         except RuntimeError as error:
             self.eager = f"recording a step of {n} rows failed: {str(error).splitlines()[0]}"
