@@ -4,11 +4,13 @@ model, saving and restoring, and the speed-up that steps allow."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from k3cli.bench.kept import Kept
 from k3cli.bench.record import Results, Row
 from k3cli.bench.shares import derive, shares
 from k3cli.bench.spec import implied
@@ -24,9 +26,9 @@ def left(results: Results, depth: int, home: Path | None) -> bool:
 
 
 def behind(
-    model: Any, state: Any, whole: ModelConfig, results: Results, depth: int, home: Path | None
+    model: Any, state: Any, whole: ModelConfig, results: Results, depth: int, home: Path | None, kept: Kept | None
 ) -> Iterator[Row]:
-    """Rows that are missing: shares, what follows for the `whole` model, save and restore."""
+    """Rows that are missing: shares, what follows for the `whole` model, save and restore. kept: gets what is saved."""
     config = model.config
     cell = {"row": "shares", "depth": depth, "tokens": 1}
     if results.done(**cell) is None:
@@ -43,7 +45,11 @@ def behind(
         yield results.add({**cell, **derive(whole, config, step["seconds"], split["shares"])})
     if home is not None and depth and results.done(row="restore", depth=depth) is None:
         try:
-            saved, restored = save_and_restore(model, state, home)
+            if kept is None:
+                saved, restored = save_and_restore(model, state, home)
+            else:
+                kept.make_room(model, depth)
+                saved, restored = save_and_restore(model, state, home, partial(kept.take, position=depth))
         except Exception as problem:  # whatever the disk says belongs into the table
             yield results.add({"row": "save", "depth": depth, "error": f"{type(problem).__name__}: {problem}"})
         else:

@@ -42,10 +42,18 @@ class Plan:
 
 class Ladder:
     """One model climbing. model: a `K3Model`, or a `MirrorModel` over ranks. ceilings: measured (bytes per second,
-    operations per second)."""
+    operations per second). kept: a state that lies beyond one depth and not beyond another, if an earlier start of the
+    run has left one."""
 
-    def __init__(self, model: Any, config: ModelConfig, plan: Plan, ceilings: tuple[float, float]) -> None:
-        self.model, self.config, self.plan, self.ceilings = model, config, plan, ceilings
+    def __init__(
+        self,
+        model: Any,
+        config: ModelConfig,
+        plan: Plan,
+        ceilings: tuple[float, float],
+        kept: Callable[[int, int], Any | None] | None = None,
+    ) -> None:
+        self.model, self.config, self.plan, self.ceilings, self.kept = model, config, plan, ceilings, kept
         self.state: Any = model.new_state()
         self.random = torch.Generator().manual_seed(1)
         cuda = model.device.type == "cuda"
@@ -85,12 +93,16 @@ class Ladder:
             yield {"row": kind, "depth": depth, "tokens": n}, lambda n=n: self._step_cell(depth, n)  # type: ignore[misc]
 
     def _extend(self, depth: int) -> Row:
-        """Evaluates random tokens up to `depth`."""
-        first, began = self.state.position, time.perf_counter()
+        """Evaluates random tokens up to `depth`, from where the state is or one was kept."""
+        first, how = self.state.position, "extended from"
+        found = None if self.kept is None else self.kept(first, depth)
+        if found is not None:
+            self.state, first, how = found, found.position, "restored, then extended from"
+        began = time.perf_counter()
         row: Row = {"row": "extend", "depth": depth, "tokens": depth - first, "cached_tokens": first}
-        found = self._guarded(lambda: self._fill(self.state, depth - first))
+        filled = self._guarded(lambda: self._fill(self.state, depth - first))
         took = time.perf_counter() - began
-        return row | (found if "error" in found else measured([took]) | {"state": f"extended from {first}"})
+        return row | (filled if "error" in filled else measured([took]) | {"state": f"{how} {first}"})
 
     def _fill(self, state: Any, count: int) -> Row:
         ids, done = self._ids(count), 0

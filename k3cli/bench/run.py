@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from k3cli.bench.behind import allowed, behind, left
 from k3cli.bench.ceilings import ceilings
 from k3cli.bench.device import device_name, references
+from k3cli.bench.kept import Kept
 from k3cli.bench.ladder import Ladder, Plan
 from k3cli.bench.memory import Meter, planned_peaks
 from k3cli.bench.record import Results, Row, run_row
@@ -192,8 +194,12 @@ def _measured(
     results = Results.open(run, file, tell)
     anew = not results.rows
     yield results.run
-    ladder = Ladder(model, what.config, plan, results.ceilings)
-    home = ask.settings.home if ask.stored else None
+    home = ask.settings.home if ask.stored and not ask.verify else None
+    kept = None
+    if home is not None and file is not None and file.is_file():  # nobody goes on with a pipe
+        kept = Kept(home, file, results.run["date"], tell)
+    earlier = None if kept is None else partial(kept.load, model)
+    ladder = Ladder(model, what.config, plan, results.ceilings, earlier)
     last = {"row": "verify" if plan.windows[-1] > 1 else "decode", "tokens": plan.windows[-1]}
 
     def more(depth: int) -> Iterator[Row]:
@@ -202,11 +208,13 @@ def _measured(
         if ask.verify:
             yield from allowed(plan.windows, results, depth)
         else:
-            yield from behind(model, ladder.state, what.whole, results, depth, home)
+            yield from behind(model, ladder.state, what.whole, results, depth, home, kept)
 
     yield from ladder.climb(results, lambda depth: not ask.verify and left(results, depth, home), more)
     if not ask.verify and results.done(row="memory") is None:
         yield results.add(meter.row(planned, ladder.own, anew))
+    if kept is not None and not results.failed:
+        kept.drop()
 
 
 def operators(file: Path | None, ops: str | None, tell: Callable[[str], None]) -> Iterator[Row]:

@@ -96,7 +96,7 @@ def test_what_the_model_cannot_have_is_refused(
 def test_depths_beyond_the_last_tokens_become_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     depths: list[int] = []
 
-    def stop(self: Any, model: Any, config: Any, plan: Any, limits: Any) -> None:
+    def stop(self: Any, model: Any, config: Any, plan: Any, *_: Any) -> None:
         depths.extend(plan.depths)
         raise KeyboardInterrupt
 
