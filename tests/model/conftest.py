@@ -231,9 +231,3 @@ def load_both():
         return Both(folder, one or load_model(folder), many, peers, size)
 
     return load
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory, split_configs: dict[str, dict]) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("ranks")
-    return {name: write_random_checkpoint(base / name, raw, seed=7) for name, raw in split_configs.items()}

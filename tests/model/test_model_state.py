@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,21 +12,7 @@ from k3cli.errors import DamagedError
 from k3cli.model.network import K3Model
 from k3cli.model.state import State
 from k3cli.model.weights import load_model
-
-
-@dataclass
-class Stored:
-    """What a store hands back: plain arrays, as misaligned as arrays can be."""
-
-    position: int
-    fields: dict[str, np.ndarray]
-    rows: dict[str, np.ndarray]
-
-    def checkpoint(self) -> dict[str, np.ndarray]:
-        return self.fields
-
-    def page_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self.rows[name][:, start:stop]
+from tests.model.states import Stored, decode
 
 
 def misaligned(array: np.ndarray) -> np.ndarray:
@@ -38,22 +23,12 @@ def misaligned(array: np.ndarray) -> np.ndarray:
 
 
 def stored(state: State) -> Stored:
-    names = [field.name for field in state.layout.fields if field.scope == "page"]
-    return Stored(
-        state.position,
-        {name: misaligned(array) for name, array in state.checkpoint().items()},
-        {name: misaligned(state.page_rows(name, 0, state.position)) for name in names},
-    )
+    return Stored(state, misaligned)
 
 
 def run(model: K3Model, state: State, count: int, seed: int) -> torch.Tensor:
     ids = torch.randint(0, model.config.vocab, (count,), generator=torch.Generator().manual_seed(seed))
-    rows = []
-    for i in range(count):
-        logits, log = model.verify(ids[i : i + 1], state)
-        model.commit(state, log, 1)
-        rows.append(logits)
-    return torch.cat(rows)
+    return decode(model, ids, state)
 
 
 @pytest.fixture(
@@ -124,17 +99,15 @@ def test_load_is_all_or_nothing(model: K3Model, damage: str):
     before = stored(state)
     with pytest.raises(DamagedError):
         state.load(broken)
-    after = stored(state)
-    assert after.position == before.position
-    assert all(np.array_equal(after.fields[name], before.fields[name]) for name in before.fields)
-    assert all(np.array_equal(after.rows[name], before.rows[name]) for name in before.rows)
+    assert stored(state) == before
 
 
-@dataclass
 class Streamed(Stored):
     """What a store hands over while it is still reading: the checkpoint in parts, and at the end perhaps damage."""
 
-    broken_from: int = 1 << 30
+    def __init__(self, state: State, broken_from: int = 1 << 30) -> None:
+        super().__init__(state, misaligned)
+        self._broken_from = broken_from
 
     def checkpoint_parts(self) -> Iterator[tuple[str, int, np.ndarray]]:
         for name, array in self.fields.items():
@@ -142,7 +115,7 @@ class Streamed(Stored):
                 yield name, first, array[first : first + 1]
 
     def page_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        if stop > self.broken_from:
+        if stop > self._broken_from:
             raise DamagedError("the last page")
         return super().page_rows(name, start, stop)
 
@@ -151,22 +124,18 @@ def test_a_streamed_state_is_taken_over_whole_or_not_at_all(model: K3Model):
     state, other = model.new_state(), model.new_state()
     model.prefill(torch.arange(20), state)
     model.prefill((torch.arange(1100) + 5) % model.config.vocab, other)
-    source = stored(other)
     before, free = stored(state), model.pool.free
+    short = Streamed(other)
+    short.fields["recurrent"] = short.fields["recurrent"][:-1]
     for broken_from in (1050, 3):
         with pytest.raises(DamagedError, match="last page"):
-            state.load(Streamed(source.position, source.fields, source.rows, broken_from))
-        parts = dict(source.fields)
-        parts["recurrent"] = parts["recurrent"][:-1]
+            state.load(Streamed(other, broken_from))
         with pytest.raises(DamagedError, match="layers"):
-            state.load(Streamed(source.position, parts, source.rows))
+            state.load(short)
         assert model.pool.free == free
-        assert stored(state).position == before.position
-        assert all(np.array_equal(stored(state).fields[name], before.fields[name]) for name in before.fields)
-    state.load(Streamed(source.position, source.fields, source.rows))
-    after = stored(state)
-    assert all(np.array_equal(after.fields[name], source.fields[name]) for name in source.fields)
-    assert all(np.array_equal(after.rows[name], source.rows[name]) for name in source.rows)
+        assert stored(state) == before
+    state.load(Streamed(other))
+    assert stored(state) == stored(other)
 
 
 def test_forks_share_everything_until_they_write(model: K3Model):
@@ -184,8 +153,6 @@ def test_forks_share_everything_until_they_write(model: K3Model):
     assert forks[0].slot != state.slot
     assert pool.free == before - 1 - pool.geometry.run
     for other in (state, *forks[1:]):
-        again = stored(other)
-        assert all(np.array_equal(again.fields[name], kept.fields[name]) for name in kept.fields)
-        assert all(np.array_equal(again.rows[name], kept.rows[name]) for name in kept.rows)
+        assert stored(other) == kept
     del forks, other
     assert pool.free == before

@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from k3cli.model.network import K3Model
-from k3cli.model.state import State
 from k3cli.model.weights import load_model
-
-
-def decode(model: K3Model, ids: torch.Tensor, state: State) -> torch.Tensor:
-    rows = []
-    for i in range(ids.numel()):
-        logits, log = model.verify(ids[i : i + 1], state)
-        model.commit(state, log, 1)
-        rows.append(logits)
-    return torch.cat(rows)
-
-
-def same_state(a: State, b: State) -> bool:
-    if a.position != b.position:
-        return False
-    left, right = a.checkpoint(), b.checkpoint()
-    pages = all(
-        np.array_equal(a.page_rows(f.name, 0, a.position), b.page_rows(f.name, 0, b.position))
-        for f in a.layout.fields
-        if f.scope == "page"
-    )
-    return pages and all(np.array_equal(left[name], right[name]) for name in left)
+from tests.model.states import Stored, decode
 
 
 def ids_of(model: K3Model, count: int, seed: int) -> torch.Tensor:
@@ -60,8 +38,8 @@ def test_every_length_and_every_accepted_count(model: K3Model):
         for accepted in range(n + 1):
             fork = base.fork()
             model.commit(fork, log, accepted)
-            assert same_state(fork, states[accepted]), (n, accepted)
-    assert same_state(base, states[0])
+            assert Stored(fork) == Stored(states[accepted]), (n, accepted)
+    assert Stored(base) == Stored(states[0])
 
 
 def test_chained_random_windows(model: K3Model):
@@ -85,7 +63,7 @@ def test_chained_random_windows(model: K3Model):
         good = min(keep, n)
         assert torch.equal(logits[:good], expected[at - start : at - start + good])
         model.commit(windowed, log, keep)
-    assert same_state(windowed, plain)
+    assert Stored(windowed) == Stored(plain)
 
 
 def test_forks_do_not_see_each_other(model: K3Model):
@@ -100,9 +78,9 @@ def test_forks_do_not_see_each_other(model: K3Model):
     alone_left, alone_right = state.fork(), state.fork()
     decode(model, a, alone_left)
     decode(model, b, alone_right)
-    assert same_state(left, alone_left)
-    assert same_state(right, alone_right)
-    assert not same_state(left, right)
+    assert Stored(left) == Stored(alone_left)
+    assert Stored(right) == Stored(alone_right)
+    assert Stored(left) != Stored(right)
     assert state.position == start
 
 
@@ -116,7 +94,7 @@ def test_prefill_repeats_its_bits_whatever_lies_in_memory(model: K3Model):
         results.append((torch.cat(rows), state, junk))
     for rows, state, _ in results[1:]:
         assert torch.equal(rows, results[0][0])
-        assert same_state(state, results[0][1])
+        assert Stored(state) == Stored(results[0][1])
 
 
 def test_empty_prefill_changes_nothing(model: K3Model):
@@ -124,7 +102,7 @@ def test_empty_prefill_changes_nothing(model: K3Model):
     model.prefill(ids_of(model, 5, 12), state)
     before = state.fork()
     assert model.prefill(torch.empty(0, dtype=torch.int64), state) is None
-    assert same_state(state, before)
+    assert Stored(state) == Stored(before)
     assert model.prefill(ids_of(model, 2, 13), state, logits="none") is None
     assert state.position == 7
 
@@ -143,7 +121,7 @@ def test_a_failing_prefill_leaves_the_state(model: K3Model):
     before = state.fork()
     with pytest.raises(IndexError):
         model.prefill(torch.tensor([1, model.config.vocab]), state)
-    assert same_state(state, before)
+    assert Stored(state) == Stored(before)
 
 
 def test_windows_of_two_states_may_lie_over_each_other(model: K3Model):
@@ -169,4 +147,4 @@ def test_windows_of_two_states_may_lie_over_each_other(model: K3Model):
         done += keep
     for name, state in (("left", left), ("right", right)):
         decode(model, draft[name][done:], state)
-        assert same_state(state, plain[name])
+        assert Stored(state) == Stored(plain[name])

@@ -23,6 +23,7 @@ from k3cli.model.network import K3Model
 from k3cli.model.parallel import experts_by_width, held
 from k3cli.model.placement import most_memory
 from k3cli.model.weights import LoadProgress
+from tests.model.states import Stored, greedy
 
 ROUNDING = 2e-3
 """Between one process and several: logits are of order one, and sums over ranks round in another order."""
@@ -44,31 +45,18 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(4, 90, count))
 
 
-def greedy(net: Any, state: Any, token: int, count: int) -> list[int]:
-    found = []
-    for _ in range(count):
-        row, log = net.verify(torch.tensor([token]), state)
-        net.commit(state, log, 1)
-        found.append(token := int(row[0].argmax()))
-    return found
+class Broken(Stored):
+    """One of its fields can't be had."""
 
+    def __init__(self, state: Any, broken: str) -> None:
+        super().__init__(state)
+        self.fields.pop(broken, None)
+        self._broken = broken
 
-class Stored:
-    """What a store would give back of a state."""
-
-    def __init__(self, state: Any) -> None:
-        self.position = state.position
-        self._fields = state.checkpoint()
-        self._pages = {name: state.page_rows(name, 0, state.position) for name in ("kv_latent", "k_pe")}
-        self.broken = ""
-
-    def checkpoint(self) -> dict[str, Any]:
-        return {name: field for name, field in self._fields.items() if name != self.broken}
-
-    def page_rows(self, name: str, start: int, stop: int) -> Any:
-        if name == self.broken:
+    def page_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        if name == self._broken:
             raise DamagedError(f"page {name}", "one that can be read")
-        return self._pages[name][:, start:stop]
+        return super().page_rows(name, start, stop)
 
 
 def test_digest_and_bytes(pair):
@@ -186,7 +174,8 @@ def test_every_rank_tells_the_memory_of_its_own_process(pair):
     net.prefill(ids, net.new_state())
     found = net.memory()
     assert [device for device, _ in found] == ["cpu"] * pair.size
-    assert found[0][1] == most_memory(net.device)
+    # Between the two readings a process may have had a little more, and Linux counts it in batches.
+    assert abs(most_memory(net.device) - found[0][1]) < 16 << 20
     sizes = [size for _, size in found]
     assert len(set(sizes)) > 1
     assert all(after >= size > 50 << 20 for after, (_, size) in zip(sizes, before, strict=True))
@@ -200,10 +189,8 @@ def test_what_is_refused_is_refused_everywhere_and_work_goes_on(pair):
     with pytest.raises(FitError):
         state.reserve(1 << 40)
     for broken in ("conv_k", "k_pe"):
-        stored = Stored(state)
-        stored.broken = broken
         with pytest.raises(DamagedError, match=broken):
-            state.load(stored)
+            state.load(Broken(state, broken))
     assert state.position == 20
     assert all(np.array_equal(field, before[name]) for name, field in state.checkpoint().items())
     assert len(greedy(net, state, 5, 3)) == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from k3cli.model.placement import weights_memory
 from k3cli.model.random_weights import write_random_checkpoint
 from k3cli.model.ranks import load_ranks
 from k3cli.model.weights import load_model
+from tests.model.states import Stored, decode, greedy, windowed
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -65,49 +65,9 @@ def alive(stderr: int) -> Iterator[Callable[[], None]]:
     again()
 
 
-class Stored:
-    """What a store would give back of a state."""
-
-    def __init__(self, state: Any) -> None:
-        self.position = state.position
-        self._fields = state.checkpoint()
-        self._pages = {name: state.page_rows(name, 0, state.position) for name in ("kv_latent", "k_pe")}
-
-    def checkpoint(self) -> dict[str, Any]:
-        return self._fields
-
-    def page_rows(self, name: str, start: int, stop: int) -> Any:
-        return np.ascontiguousarray(self._pages[name][:, start:stop])
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Stored)
-        mine, theirs = (found._fields | found._pages for found in (self, other))
-        return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def two(folder: Path, dtype: str, **more: Any) -> Any:
     config = ModelConfig.from_dir(folder)
     return load_ranks(folder, config, ["cuda:0", "cuda:1"], device="cuda", dtype=dtype, window=8, **more)
-
-
-def plain(model: Any, ids: torch.Tensor, state: Any) -> torch.Tensor:
-    rows = []
-    for token in ids.split(1):
-        logits, log = model.verify(token, state)
-        model.commit(state, log, 1)
-        rows.append(logits[0])
-    return torch.stack(rows)
-
-
-def greedy(model: Any, state: Any, token: int, count: int) -> list[int]:
-    found = []
-    for _ in range(count):
-        row, log = model.verify(torch.tensor([token]), state)
-        model.commit(state, log, 1)
-        found.append(token := int(row[0].argmax()))
-    return found
 
 
 def started(model: Any, ids: torch.Tensor) -> Any:
@@ -126,7 +86,7 @@ def test_golden_logits_and_answer(shared_dir: Path, name: str, capsys: pytest.Ca
         net, ids = loaded.model, torch.from_numpy(golden["tokens"])
         state = net.new_state()
         logits = net.prefill(ids, state, logits="all")
-        steps = plain(net, ids, net.new_state())
+        steps = decode(net, ids, net.new_state())
         errors = [float(np.abs(found.cpu().numpy() - golden["logits"]).max()) for found in (logits, steps)]
         first = int(logits[-1].argmax())
         answer = [first, *greedy(net, state, first, len(golden["greedy"]) - 1)]
@@ -273,7 +233,7 @@ def ids(net: Any) -> torch.Tensor:
 def decoded(net: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Stored]:
     """Plain decoding behind a prefill, and the state it ends in."""
     state = started(net, ids)
-    return plain(net, ids[START:], state), Stored(state)
+    return decode(net, ids[START:], state), Stored(state)
 
 
 def test_steps_are_recorded(net: Any, decoded):
@@ -289,28 +249,17 @@ def test_recorded_and_plain_steps_have_equal_bits_and_so_has_another_run(net: An
     rows, end = decoded
     with net.eager():
         state = started(net, ids)
-        assert torch.equal(plain(net, ids[START:], state), rows)
+        assert torch.equal(decode(net, ids[START:], state), rows)
         assert Stored(state) == end
     state = started(net, ids)
-    assert torch.equal(plain(net, ids[START:], state), rows)
+    assert torch.equal(decode(net, ids[START:], state), rows)
     assert Stored(state) == end
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_windows_with_wrong_drafts_give_the_bits_of_plain_decoding(net: Any, ids: torch.Tensor, decoded, seed: int):
-    dice, wrong = random.Random(seed), ids.flip(0)
     rows, end = decoded
-    state = started(net, ids)
-    while state.position < START + TOTAL:
-        at = state.position
-        n = min(dice.choice((1, 2, 3, net.window, net.window)), START + TOTAL - at)
-        keep = dice.randint(0, n)
-        logits, log = net.verify(torch.cat((ids[at : at + keep], wrong[: n - keep])), state)
-        assert torch.equal(logits[:keep], rows[at - START : at - START + keep]), at
-        net.commit(state, log, keep)
-        if dice.random() < 0.2:
-            state = state.fork()
-    assert Stored(state) == end
+    assert Stored(windowed(net, ids, started(net, ids), rows, seed)) == end
 
 
 def test_one_gpu_and_the_cpu_go_on_with_it_and_back(
@@ -318,7 +267,7 @@ def test_one_gpu_and_the_cpu_go_on_with_it_and_back(
 ):
     source = started(net, ids)
     stored = Stored(source)
-    expected = plain(net, ids[START : START + 16], source)
+    expected = decode(net, ids[START : START + 16], source)
     others = {"one GPU": one}
     if dtype == "float32":
         others["CPU"] = load_model(wide).model
@@ -327,7 +276,7 @@ def test_one_gpu_and_the_cpu_go_on_with_it_and_back(
         state = other.new_state()
         state.load(stored)
         assert Stored(state) == stored
-        rows = plain(other, ids[START : START + 16], state)
+        rows = decode(other, ids[START : START + 16], state)
         apart = (rows.cpu() - expected.cpu()).norm(dim=-1) / expected.cpu().norm(dim=-1)
         differences[name] = float(apart.max()), float(apart.median())
         back = net.new_state()
@@ -336,7 +285,7 @@ def test_one_gpu_and_the_cpu_go_on_with_it_and_back(
         assert len(greedy(net, back, 5, 4)) == 4
     again = net.new_state()
     again.load(stored)
-    assert torch.equal(plain(net, ids[START : START + 16], again), expected)
+    assert torch.equal(decode(net, ids[START : START + 16], again), expected)
     with capsys.disabled():
         print(f"\n{dtype}: relative difference of a row of logits to two GPUs, largest and median: {differences}")
     # In bf16 a random router's near ties send single rows to other experts.
@@ -347,8 +296,8 @@ def test_what_sums_cost_can_be_measured(net: Any, ids: torch.Tensor, decoded):
     """Without sums something else is computed, and afterwards everything is as before."""
     rows, _ = decoded
     with net.apart():
-        assert not torch.equal(plain(net, ids[START : START + 3], started(net, ids)), rows[:3])
-    assert torch.equal(plain(net, ids[START : START + 3], started(net, ids)), rows[:3])
+        assert not torch.equal(decode(net, ids[START : START + 3], started(net, ids)), rows[:3])
+    assert torch.equal(decode(net, ids[START : START + 3], started(net, ids)), rows[:3])
 
 
 def test_every_rank_tells_what_its_own_gpu_had_at_most(net: Any):

@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 from threading import Timer
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,18 +16,10 @@ import torch
 from k3cli.errors import K3Error, UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.ranks import load_ranks, rank_devices
+from tests.model.states import greedy
 
 ROUNDING = 2e-3
 LONG = pytest.mark.skipif(os.environ.get("K3_LONG") != "1", reason="slow: K3_LONG=1")
-
-
-def greedy(net: Any, state: Any, token: int, count: int) -> list[int]:
-    found = []
-    for _ in range(count):
-        row, log = net.verify(torch.tensor([token]), state)
-        net.commit(state, log, 1)
-        found.append(token := int(row[0].argmax()))
-    return found
 
 
 @pytest.mark.parametrize("size", [2, 4])
