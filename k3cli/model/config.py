@@ -52,9 +52,6 @@ class ModelConfig:
     attn_res_block: int | None
     situ: tuple[float, float] | None
     stored_dtype: str
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    pad_id: int | None
     nested: bool
 
     @property
@@ -92,7 +89,7 @@ class ModelConfig:
 
 
 def _resolve(raw: Mapping[str, Any]) -> ModelConfig:
-    top = Keys(raw, "")
+    top = Keys(raw)
     nested = "text_config" in raw
     text = top.section("text_config") if nested else top
     model_type = raw.get("model_type")
@@ -125,7 +122,6 @@ def _resolve(raw: Mapping[str, Any]) -> ModelConfig:
     if stored not in DTYPES:
         raise ModelError(f"unsupported {text.name('dtype')} = {shown(stored)}", " or ".join(DTYPES))
     block = text.get("attn_res_block_size")
-    eos = text.get("eos_token_id") if text.get("eos_token_id") is not None else raw.get("eos_token_id")
     return ModelConfig(
         model_type=str(model_type),
         hidden=hidden,
@@ -141,15 +137,8 @@ def _resolve(raw: Mapping[str, Any]) -> ModelConfig:
         attn_res_block=None if block is None else text.integer("attn_res_block_size"),
         situ=_activation(text),
         stored_dtype=stored,
-        bos_id=_token_id(text, "bos_token_id"),
-        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
-        pad_id=_token_id(text, "pad_token_id"),
         nested=nested,
     )
-
-
-def _token_id(text: Keys, key: str) -> int | None:
-    return None if text.get(key) is None else text.integer(key, least=0)
 
 
 def _layer_kinds(text: Keys) -> tuple[LayerKind, ...]:
@@ -159,7 +148,7 @@ def _layer_kinds(text: Keys) -> tuple[LayerKind, ...]:
     for key in ("kda_layers", "full_attn_layers"):
         values = linear.get(key)
         if not isinstance(values, list) or not all(isinstance(x, int) and not isinstance(x, bool) for x in values):
-            raise ModelError(f"{linear.name(key)} is {shown(values)}", "a list of 1-based layer numbers")
+            raise linear.refused(key, "a list of 1-based layer numbers")
         outside = [x for x in values if not 1 <= x <= count]
         if outside:
             raise ModelError(f"{linear.name(key)} names layer {outside[0]}", f"layer numbers 1 to {count}")

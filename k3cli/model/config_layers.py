@@ -72,7 +72,7 @@ def read_kda(text: Keys) -> KdaConfig:
     linear = text.section("linear_attn_config")
     bound = linear.get("gate_lower_bound")
     if bound is not None and linear.number("gate_lower_bound") >= 0:
-        raise ModelError(f"{linear.name('gate_lower_bound')} is {shown(bound)}", "a negative number (log decay)")
+        raise linear.refused("gate_lower_bound", "a negative number (log decay)")
     for key in ("head_k_dim", "head_v_dim"):
         linear.only(key, (linear.get("head_dim"), None))
     for key in ("num_k_heads", "num_v_heads"):
@@ -90,7 +90,7 @@ def read_mla(text: Keys) -> MlaConfig:
     """The MLA layers. Raises ModelError naming the key."""
     text.only("rope_scaling", (None,))
     if not text.flag("mla_use_nope", False):
-        raise ModelError(f"{text.name('mla_use_nope')} is {shown(text.get('mla_use_nope'))}", "true (no rotation)")
+        raise text.refused("mla_use_nope", "true (no rotation)")
     heads = text.integer("num_attention_heads")
     text.only("num_key_value_heads", (heads, None))
     return MlaConfig(

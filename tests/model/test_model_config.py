@@ -99,6 +99,8 @@ def test_switches_follow_their_keys(k3_config: dict):
         ("hidden_size", "wide"),
         ("hidden_size", 0),
         ("rms_norm_eps", None),
+        ("rms_norm_eps", math.nan),
+        ("rms_norm_eps", 10**400),
         ("dtype", "float16"),
         ("model_type", "llama"),
         ("linear_attn_config", None),

@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 from k3cli.errors import ModelError
 from k3cli.model.config import ModelConfig
-from k3cli.model.dspark.keys import DraftKeys
+from k3cli.model.config_keys import Keys
 
 DEFAULT_BLOCK = 7
 """Rows of a block where config.json has no block_size: what the published MLA draft was trained with."""
 MOST_LAYERS, MOST_ROWS, MOST_HEADS, MOST_WIDTH, MOST_IDS = 1024, 1024, 1 << 16, 1 << 20, (1 << 31) - 1
-"""Bounds of what a config.json may say."""
+"""Bounds of what a config.json may say: far beyond any draft, and low enough that what a wrong number makes is refused,
+not allocated."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class DraftConfig:
             raise ModelError(f"{file}: {problem}", "the config.json of a DSpark draft") from None
         if not isinstance(raw, Mapping):
             raise ModelError(f"{file} holds no object", "the config.json of a DSpark draft")
-        return _resolve(DraftKeys(raw, str(file)))
+        return _resolve(Keys(raw, file=str(file), do="use a DSpark draft's own file"))
 
     def check_target(self, target: ModelConfig) -> None:
         """ModelError when this draft was made for a target of another shape."""
@@ -101,54 +102,54 @@ class DraftConfig:
             raise ModelError(f"the draft's mask token is {self.mask_id}", f"an id below {target.vocab}")
 
 
-def _resolve(keys: DraftKeys) -> DraftConfig:
+def _resolve(keys: Keys) -> DraftConfig:
     kind = keys.get("model_type")
     if kind not in ("k3_dspark", "qwen3") or (kind == "qwen3" and keys.get("dflash_config") is None):
         raise ModelError(f"unknown draft: {keys.file} model_type = {kind!r}", "k3_dspark, or qwen3 with dflash_config")
     head_type = "vanilla" if keys.get("markov_head_type") is None else keys.get("markov_head_type")
     if head_type != "vanilla":
         raise ModelError(f"unsupported {keys.file} markov_head_type = {head_type!r}", '"vanilla"')
-    heads = keys.integer("num_attention_heads", MOST_HEADS)
+    heads = keys.integer("num_attention_heads", most=MOST_HEADS)
     shared: dict[str, Any] = {
-        "hidden": keys.integer("hidden_size", MOST_WIDTH),
-        "intermediate": keys.integer("intermediate_size", MOST_WIDTH),
-        "layers": keys.integer("num_hidden_layers", MOST_LAYERS),
+        "hidden": keys.integer("hidden_size", most=MOST_WIDTH),
+        "intermediate": keys.integer("intermediate_size", most=MOST_WIDTH),
+        "layers": keys.integer("num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
-        "vocab": keys.integer("vocab_size", MOST_IDS),
-        "eps": keys.number("rms_norm_eps", 1e-12, 1),
-        "block": keys.integer("block_size", MOST_ROWS, default=DEFAULT_BLOCK),
-        "markov_rank": keys.integer("markov_rank", MOST_WIDTH),
+        "vocab": keys.integer("vocab_size", most=MOST_IDS),
+        "eps": keys.number("rms_norm_eps", least=1e-12, most=1),
+        "block": keys.integer("block_size", most=MOST_ROWS, default=DEFAULT_BLOCK),
+        "markov_rank": keys.integer("markov_rank", most=MOST_WIDTH),
         "confidence": keys.flag("enable_confidence_head", True),
         "confidence_markov": keys.flag("confidence_head_with_markov", True),
     }
     if kind == "k3_dspark":
-        nope, pe = keys.integer("qk_nope_head_dim", MOST_WIDTH), _even(keys, "qk_rope_head_dim")
+        nope, pe = keys.integer("qk_nope_head_dim", most=MOST_WIDTH), _even(keys, "qk_rope_head_dim")
         rope, stretch = _rope(keys, pe, interleaved=True)
         return DraftConfig(
             kind="mla",
-            mask_id=keys.integer("mask_token_id", MOST_IDS, least=0),
-            taps=keys.layers("target_layer_ids", MOST_LAYERS),
-            target_layers=keys.integer("target_num_hidden_layers", MOST_LAYERS, least=0, default=0),
+            mask_id=keys.integer("mask_token_id", most=MOST_IDS, least=0),
+            taps=_taps(keys, "target_layer_ids"),
+            target_layers=keys.integer("target_num_hidden_layers", most=MOST_LAYERS, least=0, default=0),
             rope=rope,
             scale=(nope + pe) ** -0.5 * stretch**2,
-            v_dim=keys.integer("v_head_dim", MOST_WIDTH),
-            q_rank=keys.integer("q_lora_rank", MOST_WIDTH),
-            kv_rank=keys.integer("kv_lora_rank", MOST_WIDTH),
+            v_dim=keys.integer("v_head_dim", most=MOST_WIDTH),
+            q_rank=keys.integer("q_lora_rank", most=MOST_WIDTH),
+            kv_rank=keys.integer("kv_lora_rank", most=MOST_WIDTH),
             nope_dim=nope,
             pe_dim=pe,
             **shared,
         )
     flash = keys.section("dflash_config")
     size = _even(keys, "head_dim", default=shared["hidden"] // heads)
-    kv_heads = keys.integer("num_key_value_heads", MOST_HEADS)
+    kv_heads = keys.integer("num_key_value_heads", most=MOST_HEADS)
     if heads % kv_heads:
         raise keys.refused("num_key_value_heads", f"a number that divides the {heads} of num_attention_heads")
     rope, _ = _rope(keys, size, interleaved=False)
     return DraftConfig(
         kind="gqa",
-        mask_id=flash.integer("mask_token_id", MOST_IDS, least=0),
-        taps=flash.layers("target_layer_ids", MOST_LAYERS),
-        target_layers=keys.integer("num_target_layers", MOST_LAYERS, least=0, default=0),
+        mask_id=flash.integer("mask_token_id", most=MOST_IDS, least=0),
+        taps=_taps(flash, "target_layer_ids"),
+        target_layers=keys.integer("num_target_layers", most=MOST_LAYERS, least=0, default=0),
         rope=rope,
         scale=size**-0.5,
         v_dim=size,
@@ -157,46 +158,55 @@ def _resolve(keys: DraftKeys) -> DraftConfig:
     )
 
 
-def _even(keys: DraftKeys, key: str, default: int | None = None) -> int:
+def _taps(keys: Keys, key: str) -> tuple[int, ...]:
+    """A list of 0-based layers."""
+    values = keys.get(key)
+    fine = isinstance(values, list) and len(values) <= MOST_LAYERS
+    if not fine or not all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < MOST_LAYERS for x in values):
+        raise keys.refused(key, f"a list of layer numbers from 0 to {MOST_LAYERS - 1:,}")
+    return tuple(values)
+
+
+def _even(keys: Keys, key: str, default: int | None = None) -> int:
     """A size that is rotated in pairs."""
-    found = keys.integer(key, MOST_WIDTH, least=2, default=default)
+    found = keys.integer(key, most=MOST_WIDTH, least=2, default=default)
     if found < 2 or found % 2:
         raise keys.refused(key, f"an even number from 2 to {MOST_WIDTH:,}")
     return found
 
 
-def _rope(keys: DraftKeys, dim: int, *, interleaved: bool) -> tuple[Rope, float]:
+def _rope(keys: Keys, dim: int, *, interleaved: bool) -> tuple[Rope, float]:
     """(rotation, score stretch m of the MLA kind). Grouped-query drafts carry their stretch in cos and sin."""
     name = next((name for name in ("rope_parameters", "rope_scaling") if keys.get(name) not in (None, {})), None)
-    values = DraftKeys({}, keys.file) if name is None else keys.section(name)
+    values = Keys({}, file=keys.file) if name is None else keys.section(name)
     whose = keys if values.get("rope_theta") is None else values
-    theta = whose.number("rope_theta", 2, 1e12, default=10000.0)
+    theta = whose.number("rope_theta", least=2, most=1e12, default=10000.0)
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind == "default":
         return Rope(dim, theta, interleaved), 1.0
     if kind != "yarn":
         raise ModelError(f"unsupported {keys.file} rope_type = {kind!r}", '"yarn" or "default"')
-    factor = values.number("factor", 1, 1e6)
+    factor = values.number("factor", least=1, most=1e6)
     logged = 0.1 * math.log(factor)
 
     def stretched(weight: float) -> float:
         return 1 + weight * logged
 
     if interleaved:  # the scale carries mscale_all_dim; cos and sin the ratio of the two
-        own = stretched(values.number("mscale", 0, 100, default=1.0))
-        every = values.number("mscale_all_dim", 0, 100, default=0.0)
+        own = stretched(values.number("mscale", least=0, most=100, default=1.0))
+        every = values.number("mscale_all_dim", least=0, most=100, default=0.0)
         amplitude, stretch = (own / stretched(every), stretched(every)) if every else (stretched(1.0), 1.0)
     else:
-        amplitude, stretch = values.number("attention_factor", 0.01, 100, default=stretched(1.0)), 1.0
+        amplitude, stretch = values.number("attention_factor", least=0.01, most=100, default=stretched(1.0)), 1.0
     return (
         Rope(
             dim,
             theta,
             interleaved,
             factor,
-            values.integer("original_max_position_embeddings", MOST_IDS),
-            values.number("beta_fast", 1e-3, 1e6, default=32.0),
-            values.number("beta_slow", 1e-3, 1e6, default=1.0),
+            values.integer("original_max_position_embeddings", most=MOST_IDS),
+            values.number("beta_fast", least=1e-3, most=1e6, default=32.0),
+            values.number("beta_slow", least=1e-3, most=1e6, default=1.0),
             amplitude,
         ),
         stretch,
