@@ -60,17 +60,6 @@ class K2Renderer(Renderer):
             raise UsageError(f"effort {effort!r} for {_FORMAT}, which has none", "no effort")
         return [] if system is None else self._wrap("system", "system", self.tokenizer.encode_text(system))
 
-    def render_message(self, message: Mapping[str, Any], context: RenderContext) -> list[int]:
-        return self._message(shapes.check_message(message, "message"), context, "message")
-
-    def render_messages(self, messages: Sequence[Mapping[str, Any]], context: RenderContext) -> list[int]:
-        work = context.copy()
-        ids: list[int] = []
-        for number, message in enumerate(shapes.check_messages(messages)):
-            ids += self._message(message, work, f"messages[{number}]")
-        vars(context).update(vars(work))
-        return ids
-
     def render_tail(
         self, tool_choice: str | None, response_format: Mapping[str, Any] | None, context: RenderContext
     ) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -104,17 +104,32 @@ class Renderer(ABC):
         cannot say.
         """
 
-    @abstractmethod
     def render_message(self, message: Mapping[str, Any], context: RenderContext) -> list[int]:
         """Ids of one message, as it stands (tool results are not sorted). Updates `context` unless it raises."""
+        return self._message(shapes.check_message(message, "message"), context, "message")
 
-    @abstractmethod
     def render_messages(self, messages: Sequence[Mapping[str, Any]], context: RenderContext) -> list[int]:
         """Ids of new messages, to be appended to the history. Updates `context`; when it raises, nothing changed.
 
         Runs of tool results are put in the order of their calls where the format asks for it, so hand over all
         results of a turn at once. Raises UsageError naming the message.
         """
+        work = context.copy()
+        ids: list[int] = []
+        for number, message in self._in_order(shapes.check_messages(messages), work):
+            ids += self._message(message, work, f"messages[{number}]")
+        vars(context).update(vars(work))
+        return ids
+
+    @abstractmethod
+    def _message(self, message: Mapping[str, Any], context: RenderContext, where: str) -> list[int]:
+        """Ids of one message that was checked. Updates `context` unless it raises. where: what errors call it."""
+
+    def _in_order(
+        self, messages: Sequence[Mapping[str, Any]], context: RenderContext
+    ) -> Iterable[tuple[int, Mapping[str, Any]]]:
+        """Messages and their numbers in the order of the format. `context` is always that behind the last one taken."""
+        return enumerate(messages)
 
     @abstractmethod
     def render_tail(

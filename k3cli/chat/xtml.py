@@ -6,7 +6,8 @@ Source: chat-format notes, sections 2.1 to 2.5 and 2.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, ClassVar
 
 from k3cli.chat import messages as shapes
@@ -75,24 +76,11 @@ class XtmlRenderer(Renderer):
             ids += self._tags.message([("role", "system")], self.tokenizer.encode_text(system))
         return ids
 
-    def render_message(self, message: Mapping[str, Any], context: RenderContext) -> list[int]:
-        return self._message(shapes.check_message(message, "message"), context, "message")
-
-    def render_messages(self, messages: Sequence[Mapping[str, Any]], context: RenderContext) -> list[int]:
-        checked = shapes.check_messages(messages)
-        work = context.copy()
-        ids: list[int] = []
-        start = 0
-        while start < len(checked):
-            stop = start + 1
-            while checked[start]["role"] == "tool" and stop < len(checked) and checked[stop]["role"] == "tool":
-                stop += 1
-            run = list(enumerate(checked[start:stop], start))
-            for number, message in sort_results(run, work.calls) if checked[start]["role"] == "tool" else run:
-                ids += self._message(message, work, f"messages[{number}]")
-            start = stop
-        vars(context).update(vars(work))
-        return ids
+    def _in_order(self, messages: Sequence[Mapping[str, Any]], context: RenderContext) -> Iterator[Numbered]:
+        """Each run of tool results in the order of the calls of the message before it."""
+        for role, run in groupby(enumerate(messages), key=lambda item: item[1]["role"]):
+            numbered = list(run)
+            yield from sort_results(numbered, context.calls) if role == "tool" else numbered
 
     def render_tail(
         self, tool_choice: str | None, response_format: Mapping[str, Any] | None, context: RenderContext

@@ -112,9 +112,7 @@ def fork(
     restored = restore_turn(engine, store, turn_id, require_cached=require_cached, emit=emit, cancel=cancel)
     if new is None:
         return Opened(None, head, None, restored, _context(restored), "ephemeral", name)
-    store.fork(name, new, at=turn_id)
-    writer = store.writer(new, create=False, identity=engine.identity, layout=engine.layout)
-    return Opened(new, head, Saver(store, writer), restored, _context(restored), "forked", name)
+    return Opened(new, head, _forked(engine, store, name, new, turn_id), restored, _context(restored), "forked", name)
 
 
 def fork_stored(
@@ -123,9 +121,12 @@ def fork_stored(
     """Session `new` with the history of the open session `name` up to its newest turn; plan: of the state there."""
     if turn_id is None:
         raise SessionError(f"session {name} has no turn yet", "a turn to fork from", "send a message first")
+    return _forked(engine, store, name, new, turn_id), store.plan(turn_id, engine.identity, engine.layout)
+
+
+def _forked(engine: Engine, store: Any, name: str | None, new: str, turn_id: str) -> Saver:
     store.fork(name, new, at=turn_id)
-    writer = store.writer(new, create=False, identity=engine.identity, layout=engine.layout)
-    return Saver(store, writer), store.plan(turn_id, engine.identity, engine.layout)
+    return Saver(store, store.writer(new, create=False, identity=engine.identity, layout=engine.layout))
 
 
 def turn_before(store: Any, name: str, turn_id: str | None) -> str:
