@@ -17,6 +17,7 @@ from k3cli.model.config import ModelConfig
 from k3cli.model.fit import Device, check_fit, needs, shortage
 from k3cli.model.ranks import load_ranks
 from k3cli.model.sizing import weigh
+from tests.model.sizes import allocated
 
 K3 = ModelConfig.from_dir(K3_SHAPE)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -40,24 +41,11 @@ def test_what_is_planned_is_what_is_allocated(split_folders: dict[str, Path], na
     config = ModelConfig.from_dir(split_folders[name])
     planned = weigh(config, BF16, world)
     for rank in range(world):
-        storages: dict[int, int] = {}
-
-        def visit(thing: object, found: dict[int, int] = storages) -> None:
-            if isinstance(thing, torch.Tensor):
-                found[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
-            elif isinstance(thing, tuple | list):
-                for item in thing:
-                    visit(item)
-            elif hasattr(thing, "__dict__"):
-                for item in vars(thing).values():
-                    visit(item)
-
         held = Weights(config, torch.device("meta"), BF16, rank, world)
         for layer in held.layers:
             if hasattr(layer.attention, "kv_b"):
                 layer.attention.finish()
-        visit(held)
-        assert sum(part.ranks[rank] for part in planned) == sum(storages.values())
+        assert sum(part.ranks[rank] for part in planned) == allocated(held)
 
 
 def devices(*free: float, kind: str = "cuda") -> list[Device]:

@@ -16,6 +16,7 @@ from k3cli.model.config import ModelConfig
 from k3cli.model.machine import GPUS, parse_gpus, read_rate
 from k3cli.model.sizing import state_size, weigh, workspace
 from k3cli.model.weights import load_model
+from tests.model.sizes import allocated
 
 K3 = ModelConfig.from_dir(K3_SHAPE)
 BF16 = torch.bfloat16
@@ -78,23 +79,8 @@ def test_a_chunk_takes_what_its_kernels_do(kind: str):
 
 def test_loaded_bytes_are_those_allocated():
     """Every tensor the loaded nano model owns, absorbed copies included."""
-    model = load_model(NANO).model
-    owned: dict[int, int] = {}
-
-    def visit(thing: object) -> None:
-        if isinstance(thing, torch.Tensor):
-            storage = thing.untyped_storage()
-            owned[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(thing, tuple | list):
-            for item in thing:
-                visit(item)
-        elif hasattr(thing, "__dict__"):
-            for item in vars(thing).values():
-                visit(item)
-
-    visit(model.weights)
     planned = sum(entry.loaded for entry in weigh(ModelConfig.from_dir(NANO), torch.float32))
-    assert sum(owned.values()) == pytest.approx(planned, rel=0.005)
+    assert allocated(load_model(NANO).model.weights) == pytest.approx(planned, rel=0.005)
 
 
 def test_state_bytes_are_those_of_a_state():
