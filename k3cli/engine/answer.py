@@ -194,10 +194,11 @@ class Answer:
 
     def _drafter_failure(self) -> list[ev.Event]:
         speculator = self._timeline.speculator
-        if speculator is None or not (failure := speculator.take_failure()):
-            return []
-        name = speculator.drafter.name
-        return [ev.Notice("drafter-failed", f"the {name} drafter failed ({failure}): going on without drafts")]
+        found: list[ev.Event] = []
+        for loss in () if speculator is None else speculator.take_losses():
+            left = f"with {loss.left} alone" if loss.left else "without drafts"
+            found.append(ev.Notice("drafter-failed", f"the {loss.name} drafter failed ({loss.why}): going on {left}"))
+        return found
 
     def _speculation(self) -> ev.Speculation:
         stats, speculator = self._timeline.decoding, self._timeline.speculator

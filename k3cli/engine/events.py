@@ -129,7 +129,8 @@ class Stopped(Event):
 class Speculation(Event):
     """How the answer was decoded; tokens are the same with any drafter.
 
-    drafter: its name, "off" without one. failed: why it was turned off during this session, None if it was not.
+    drafter: its name, "off" without one. failed: why it, or one of two, was turned off during this session, None if
+    neither was.
     window: most rows a step may have. steps, tokens: verify steps, and the tokens they evaluated. acceptance: for each
     place in a window, the share of drafts that were right, given those before them were. tested: how many that is of.
     rows: how many steps had 1, 2, ... rows. seconds: in `draft`, `verify` (drawing included) and `commit`. inputs: what

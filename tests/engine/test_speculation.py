@@ -13,6 +13,7 @@ from k3cli.engine.drafting.choose import choose, draft_folder
 from k3cli.engine.drafting.drafter import Draft
 from k3cli.engine.drafting.policy import Costs, Policy
 from k3cli.engine.drafting.speculator import Speculator
+from k3cli.engine.drafting.suffix import SuffixDrafter
 from k3cli.engine.replay import replay
 from k3cli.engine.sampling import Sampling
 from k3cli.engine.timeline import Timeline
@@ -207,8 +208,8 @@ def test_a_drafter_that_fails_is_turned_off_and_the_turn_goes_on(
         assert state_bytes(timeline) == state
         assert timeline.speculator is not None
         assert timeline.speculator.failure
-        assert timeline.speculator.take_failure()
-        assert timeline.speculator.take_failure() == ""
+        assert [loss.left for loss in timeline.speculator.take_losses()] == [""]
+        assert timeline.speculator.take_losses() == []
         assert timeline.fork().speculator.failure  # type: ignore[union-attr]
 
 
@@ -383,3 +384,80 @@ def test_while_the_policy_rests_only_the_cheap_half_is_asked(monkeypatch) -> Non
     assert speculator.propose([0], 3)[0] == [1]
     assert model.asked == 1
     assert speculator.describe()["draft_context"] == 0
+
+
+class Half(Broken):
+    """One of two: not sure of its drafts, and counts what it is asked and shown."""
+
+    def __init__(self, name: str, where: str = "", n: int = 1, bad=None, sure: float = 0.5) -> None:
+        super().__init__(where, n, bad)
+        self.name, self.sure = name, sure
+        self.proposed = self.observed = 0
+
+    def propose(self, context, position, k):
+        self.proposed += 1
+        return self.bad if self._call("propose") else Draft([2] * k, [self.sure] * k)
+
+    def observe(self, accepted, position, hidden) -> None:
+        self.observed += len(accepted)
+        self._call("observe")
+
+    def fork(self):
+        self._call("fork")
+        return self
+
+
+@pytest.mark.parametrize("bad", [None, *BAD_DRAFTS])
+@pytest.mark.parametrize("broken", ["cheap", "model", "resting"])
+def test_of_two_drafters_the_one_that_fails_is_turned_off_and_the_other_goes_on(
+    broken, bad, plain, make_fake_model, reckless, state_bytes, monkeypatch
+) -> None:
+    """In every call, with every bad draft, and where the policy asks one half alone; no token changes."""
+    if broken == "resting":
+        monkeypatch.setattr(Policy, "resting", lambda self: True)
+    _, state, ids = plain(SAMPLINGS["warm"], 4)
+    for where in ("propose",) if bad is not None or broken == "resting" else ("begin", "propose", "observe", "fork"):
+        failing = Half("failing", where, 1 if where in ("begin", "fork") else 3, bad)
+        other = Half("whole", sure=0.3)  # less than any bad draft says of itself
+        halves = (other, failing) if broken == "model" else (failing, other)
+        timeline = timeline_of(make_fake_model(4), lambda halves=halves: BothDrafter(*halves))
+        assert list(timeline.generate(SAMPLINGS["warm"], (), MANY)) == ids
+        assert state_bytes(timeline) == state
+        if where == "fork":
+            timeline = timeline.fork()
+        speculator = timeline.speculator
+        assert speculator is not None
+        (loss,) = speculator.take_losses()
+        assert (loss.name, loss.left) == ("failing", "whole")
+        assert speculator.drafter is other
+        assert timeline.fork().speculator.drafter is other  # type: ignore[union-attr]
+        assert other.observed == MANY - 1, "nothing is kept from the half that works"
+        if broken != "resting":
+            assert other.proposed > MANY // 3
+
+
+def test_two_drafters_that_fail_are_both_told(plain, make_fake_model, reckless) -> None:
+    _, _, ids = plain(SAMPLINGS["warm"], 4)
+    for first, second in (("begin", "begin"), ("propose", "observe"), ("observe", "propose")):
+        timeline = timeline_of(
+            make_fake_model(4), lambda first=first, second=second: BothDrafter(Half("a", first), Half("b", second))
+        )
+        assert list(timeline.generate(SAMPLINGS["warm"], (), MANY)) == ids
+        assert timeline.speculator is not None
+        losses = timeline.speculator.take_losses()
+        assert losses[-1].left == ""
+        assert len(losses) == (1 if first == second else 2)
+
+
+def test_a_conversation_tells_of_a_half_that_failed_and_goes_on_with_the_other(
+    fake_engine, store, talk, reckless
+) -> None:
+    text = "the same words, the same words, the same words, the same words"
+    fake_engine.speculate(choose("suffix"), make=lambda: BothDrafter(SuffixDrafter(), Broken("propose")))
+    with Conversation.open(fake_engine, store, "a", mode="create") as conversation:
+        events = talk(conversation, "Hello", text, sampling=Sampling(seed=1))
+    (notice,) = [event for event in events if isinstance(event, ev.Notice)]
+    assert notice.message == "the broken drafter failed (RuntimeError: out of ideas): going on with suffix alone"
+    told = next(event for event in events if isinstance(event, ev.Speculation))
+    assert (told.drafter, told.failed) == ("suffix", "RuntimeError: out of ideas")
+    assert told.tokens_per_step > 1.5

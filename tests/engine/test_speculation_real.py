@@ -141,7 +141,7 @@ def test_a_draft_that_breaks_turns_itself_off(nano, session, monkeypatch) -> Non
     timeline = nano.timeline(plain[0][0][:40])
     drawn = list(timeline.generate(Sampling(**SAMPLINGS["greedy"]), (), 5))
     assert len(drawn) == 5
-    assert "out of memory" in timeline.speculator.take_failure()
+    assert "out of memory" in timeline.speculator.take_losses()[0].why
     nano.speculate(OFF)
 
 
@@ -156,7 +156,9 @@ def test_a_draft_of_damaged_numbers_turns_itself_off(nano, tmp_path) -> None:
         timeline = nano.timeline(prompt)
         drawn.append(list(timeline.generate(Sampling(**SAMPLINGS["warm"]), (), 12)))
         if spec != "off":
-            assert timeline.speculator.take_failure() == "ValueError: the draft model's logits are not finite"
+            (loss,) = timeline.speculator.take_losses()
+            assert (loss.name, loss.why) == ("dspark", "ValueError: the draft model's logits are not finite")
+            assert loss.left == ("suffix" if spec.startswith("both") else "")
     nano.speculate(OFF)
     assert drawn[1] == drawn[2] == drawn[0]
 

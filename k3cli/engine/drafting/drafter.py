@@ -34,7 +34,8 @@ NOTHING = Draft()
 
 
 class Drafter(Protocol):
-    """Guesses for one timeline. Whatever it raises turns it off for the rest of that timeline; the turn goes on.
+    """Guesses for one timeline. Whatever it raises turns it off for the rest of that timeline; the turn goes on. Of two
+    in one (`both.py`), that half.
 
     name: as shown to people. needs_hidden: whether `observe` wants hidden rows of the target (see there).
     One that learns what it could not learn again after a resume may also have `keep(position)`, named tensors that

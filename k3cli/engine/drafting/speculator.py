@@ -54,10 +54,21 @@ class DecodeStats:
         return [round(a / t, 4) for a, t in zip(self.accepted, self.tested, strict=True) if t]
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A drafter that was turned off: its name, and why. left: the name of the one that goes on without it, "" for
+    plain decoding."""
+
+    name: str
+    why: str
+    left: str
+
+
 class Speculator:
     """Proposes drafts for the steps of one timeline; never raises for what a drafter does.
 
-    failure: why the drafter was turned off, "" while it works.
+    drafter: the one at work; of two in one that which is left when the other has failed. failure: why it, or the other,
+    was turned off, "" while all work.
     """
 
     def __init__(self, drafter: Drafter, costs: Costs, rows: int, vocab: int, machine: str = "") -> None:
@@ -68,15 +79,16 @@ class Speculator:
         self.drafter = drafter
         self.policy = Policy(costs, rows)
         self.failure = ""
+        self._off = False
         self._vocab = vocab
         self._machine = machine
-        self._told = False
+        self._losses: list[Loss] = []
         self._last = NOTHING
 
     def begin(self, context: Sequence[int], sampling: Sampling) -> None:
         """A run of decoding starts; `context` is every token of the timeline."""
         self.policy.begin()
-        if not self.failure:
+        if not self._off:
             try:
                 self.drafter.begin(context, sampling)
             except Exception as error:
@@ -86,7 +98,7 @@ class Speculator:
         """Drafts worth verifying behind the last token of `context`, at most `room`, and the seconds that took."""
         most = min(room, self.policy.rows - 1)
         self._last = Draft(asked=False)
-        if self.failure or most < 1:
+        if self._off or most < 1:
             return [], 0.0
         # While it rests, only that part of a drafter is asked that costs next to nothing.
         resting = self.policy.resting()
@@ -98,7 +110,7 @@ class Speculator:
             draft = drafter.propose(context, len(context) - 1, most)
             ids = self._checked(draft, most)
         except Exception as error:
-            self._fail(error)
+            self._fail(error, drafter)
             draft, ids = NOTHING, []
         self._last = replace(draft, asked=draft.asked and not resting)
         self.policy.pay(time.perf_counter() - began)
@@ -114,11 +126,11 @@ class Speculator:
     @property
     def needs_hidden(self) -> bool:
         """Whether `observe` has a use for hidden rows."""
-        return not self.failure and self.drafter.needs_hidden
+        return not self._off and self.drafter.needs_hidden
 
     def observe(self, accepted: Sequence[int], position: int, hidden: Any = None) -> None:
         """See drafter.Drafter."""
-        if not self.failure:
+        if not self._off:
             try:
                 self.drafter.observe(accepted, position, hidden)
             except Exception as error:
@@ -147,7 +159,7 @@ class Speculator:
 
     def _asked(self, call: str, *arguments: Any) -> Any:
         """What a call gives that not every drafter has; None from others and from one that failed."""
-        found = None if self.failure else getattr(self.drafter, call, None)
+        found = None if self._off else getattr(self.drafter, call, None)
         try:
             return None if found is None else found(*arguments)
         except Exception as error:
@@ -156,23 +168,23 @@ class Speculator:
 
     def fork(self) -> Speculator:
         """For a copy of the timeline: shares what was measured, not what changes with the tokens."""
-        child = Speculator(
-            self.drafter if self.failure else self.drafter.fork(),
-            self.policy.costs,
-            self.policy.rows,
-            self._vocab,
-            self._machine,
-        )
+        child = Speculator(self._forked(), self.policy.costs, self.policy.rows, self._vocab, self._machine)
         child.policy = self.policy.fork()
-        child.failure, child._told = self.failure, self._told
+        child.failure, child._off, child._losses = self.failure, self._off, list(self._losses)
         return child
 
-    def take_failure(self) -> str:
-        """The failure, once; "" when there is nothing new to tell."""
-        if self._told or not self.failure:
-            return ""
-        self._told = True
-        return self.failure
+    def _forked(self) -> Drafter:
+        while not self._off:
+            try:
+                return self.drafter.fork()
+            except Exception as error:
+                self._fail(error)
+        return self.drafter
+
+    def take_losses(self) -> list[Loss]:
+        """What was turned off since this was asked last."""
+        taken, self._losses = self._losses, []
+        return taken
 
     def describe(self) -> dict[str, Any]:
         """What decisions are made from: cost of a step by rows, what the drafter measures and has seen."""
@@ -200,5 +212,14 @@ class Speculator:
             raise ValueError(f"{len(draft.confidence)} confidences for {len(ids)} drafts")
         return ids
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, asked: Drafter | None = None) -> None:
+        """Goes on with what is left of the drafter. asked: the one that was called, if not all of it."""
         self.failure = f"{type(error).__name__}: {error}"
+        without = getattr(self.drafter, "without", None)
+        halves = None if without is None else without(None if asked is self.drafter else asked)
+        if halves is None:
+            self._losses.append(Loss(self.drafter.name, self.failure, ""))
+            self._off = True
+            return
+        lost, self.drafter = halves
+        self._losses.append(Loss(lost.name, self.failure, self.drafter.name))
