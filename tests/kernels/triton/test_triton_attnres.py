@@ -7,6 +7,8 @@ import torch
 from k3_kernels.attnres import mix_triton
 from k3_kernels.ops import error, mix_definition
 
+from tests.kernels.triton.memory import poisoned
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
@@ -31,14 +33,10 @@ def test_mix_norm(sources, T, D, few, dtype):
     want_slab = slab.clone()
     want_slab[sources, 1 : T + 1] += added
     inputs = want_slab[1 : sources + 1, 1 : T + 1].cpu(), query.cpu(), weight.cpu()
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    try:
+    with poisoned():
         found = mix_triton.mix_norm(
             slab[1 : sources + 1, 1 : T + 1], query, weight, 1e-5, 1e-3, added, few=few, few_sources=0, chunk=chunk
         )
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert error(found.cpu(), mix_definition(*inputs, 1e-5, 1e-3)) <= TOLERANCE[dtype]
     assert torch.equal(slab, want_slab)
     again = mix_triton.mix_norm(

@@ -7,6 +7,8 @@ import torch
 from k3_kernels.conv import conv_triton, reference
 from k3_kernels.ops import conv_definition, error
 
+from tests.kernels.triton.memory import poisoned
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
@@ -14,10 +16,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 
 @pytest.fixture(autouse=True)
 def poison():
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned():
+        yield
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -9,6 +9,8 @@ import torch
 from k3_kernels import kda
 from k3_kernels.ops import error, kda_definition
 
+from tests.kernels.triton.memory import poisoned
+
 prefill_triton = pytest.importorskip("k3_kernels.kda.prefill_triton")
 Tuning = prefill_triton.Tuning
 CUDA = torch.cuda.is_available()
@@ -50,12 +52,8 @@ def draw(
 def run(arguments: list, tuning=FACTORED):
     """The kernels' results; memory they got is full of NaN, what they were given stays as it was."""
     state = arguments[-1].clone()
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    try:
+    with poisoned():
         found = prefill_triton.prefill(*arguments, tuning)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert torch.equal(state, arguments[-1])
     assert found[0].dtype == arguments[2].dtype
     assert found[1].dtype == torch.float32

@@ -9,6 +9,8 @@ from k3_kernels.activation import Situ, Swiglu
 from k3_kernels.moe import grouped_triton, reference, window_triton
 from k3_kernels.ops import error, experts_definition
 
+from tests.kernels.triton.memory import poisoned
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
@@ -45,13 +47,9 @@ def window(rows, experts, act, position, n, poison=True, **options):
         z[idle], ids[idle], weights[idle] = float("nan"), 1 << 40, float("nan")
     if DEVICE == "cpu":  # the interpreter's time goes by programs
         options = {"up_tile": 128, "down_tile": 128} | options
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    try:
+    with poisoned():
         cursor = torch.tensor([position, 0, 0, 0], device=DEVICE)
         out = window_triton.experts_window(z, ids, weights, experts, act, cursor, n, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not out[idle].any()
     return out[[(position + i) % W for i in range(n)]]
 
@@ -148,12 +146,8 @@ def test_grouped(dtype, T, shape, act, options):
     rows = z[:T], ids[:T], weights[:T]
     if DEVICE == "cuda" and options.get("tile") == 16:
         options = options | {"tile": 128, "rest": 64}  # the matrix units take blocks of 64
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    try:
+    with poisoned():
         found = grouped_triton.experts_grouped(*rows, experts, act, **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
     cpu = moe.Experts(*(None if t is None else t.cpu() for t in experts))
     want = experts_definition(*(t.cpu() for t in rows), cpu, act)
     assert error(found.cpu(), want) <= 2 * TOLERANCE[dtype]

@@ -11,6 +11,8 @@ from k3_kernels.moe import hopper as hopper_sizes
 from k3_kernels.moe.tiles import tiles
 from k3_kernels.ops import error, experts_definition
 
+from tests.kernels.triton.memory import poisoned
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 SITU = Situ(4.0, 25.0)
@@ -47,13 +49,9 @@ def window(rows, experts, act, position, n):
     W = z.shape[0]
     idle = [(position + i) % W for i in range(n, W)]
     z[idle], ids[idle], weights[idle] = float("nan"), 1 << 40, float("nan")
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    try:
+    with poisoned():
         cursor = torch.tensor([position, 0, 0, 0], device="cuda")
         out = window_hopper_triton.experts_window(z, ids, weights, experts, act, cursor, n)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not out[idle].any()
     return out[[(position + i) % W for i in range(n)]]
 
@@ -121,12 +119,8 @@ def test_hopper_grouped(T, shape, act):
     (z, ids, weights), experts = make(W=max(T, 1), **shape)
     ids[: T // 5, 0], ids[: T // 5, 1], ids[: T // 5, 2] = 4, 1, 7  # some experts have more than one tile
     rows = z[:T], ids[:T], weights[:T]
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    try:
+    with poisoned():
         found = grouped_hopper_triton.experts_grouped(*rows, experts, act)
-    finally:
-        torch.use_deterministic_algorithms(False)
     some = slice(0, None, max(1, T // 97))
     want = definition([t[some] for t in rows], experts, act)
     assert error(found[some].cpu(), want) <= 2e-2

@@ -8,6 +8,8 @@ from k3_kernels.activation import Situ, Swiglu, math_triton
 from k3_kernels.norm import reference, rms_triton
 from k3_kernels.ops import error, gated_definition
 
+from tests.kernels.triton.memory import poisoned
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -19,10 +21,8 @@ def draw(dtype, *shape):
 
 @pytest.fixture(autouse=True)
 def poison():
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned():
+        yield
 
 
 @pytest.mark.parametrize("dtype", TYPES)
