@@ -117,10 +117,8 @@ def main() -> int:
         command.main(args, prog_name=prog, complete_var=completing)
         return Exit.OK
     try:
-        words = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        rank, size = map(int, words) if all(word.isdecimal() for word in words) else (0, 1)
-        # A rank without a world is told by the commands that would need one.
-        code = _peer(rank, size) if rank > 0 and "WORLD_SIZE" in os.environ else _run(command, prog, args)
+        rank, size = _world()
+        code = _peer(rank, size) if rank > 0 else _run(command, prog, args)
         ignore_signals()
         sys.stdout.flush()
         joining = sys.modules.get("k3cli.model.joining")
@@ -131,6 +129,8 @@ def main() -> int:
         if joining is not None and joining.stuck:
             os._exit(code)
         return code
+    except K3Error as problem:  # a world that can't be
+        return _fail(problem, problem.exit_code, _asks_for_json(args))
     except BrokenPipeError:
         silence(sys.stdout)
         return Exit.BROKEN_PIPE
@@ -139,16 +139,27 @@ def main() -> int:
         return _fail(K3Error(f"stdout: {problem.strerror}", "an output that takes the answer"), Exit.FAILED, False)
 
 
+def _world() -> tuple[int, int]:
+    """(rank, size) where another program started ranks, as torchrun does, else (0, 1). UsageError.
+
+    Half a world, a variable that something else has set, is told by the commands that would need one.
+    """
+    if not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
+        return 0, 1
+    from k3cli.model.launch import launched
+
+    if os.environ.get("K3_DEBUG", "0") in ("", "0"):
+        # Read when torch loads. What is to be said of ranks that are lost is one line of ours.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    return launched() or (0, 1)
+
+
 def _peer(rank: int, size: int) -> int:
     """A rank above 0 that torchrun started: it reads no command, rank 0 tells it what to do."""
     from k3cli.model.peer import run_launched
 
     try:
-        if rank >= size:
-            raise K3Error(
-                f"RANK={rank} and WORLD_SIZE={size}", "a rank below the number of ranks, as torchrun sets them"
-            )
-        return run_launched(rank, size)
+        return run_launched(rank, size, Printer().notice)
     except EndRun as stop:
         return stop.exit
     except K3Error as problem:

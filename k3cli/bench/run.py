@@ -24,9 +24,9 @@ from k3cli.config import K3_SHAPE, Settings
 from k3cli.errors import UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.hub import resolve_model
+from k3cli.model.launch import Tell, launched
 from k3cli.model.network import DEFAULT_WINDOW
 from k3cli.model.parallel import check_world
-from k3cli.model.peers import launched
 from k3cli.model.placement import choose_device, choose_dtype, prefill_chunk
 from k3cli.model.ranks import load_ranks, rank_devices, slice_ranks
 from k3cli.model.sizing import weigh
@@ -74,9 +74,15 @@ class Ask:
 
 
 def subject(
-    settings: Settings, layers: int | None, configuration: Callable[[str], tuple[Path, ModelConfig]]
+    settings: Settings,
+    layers: int | None,
+    configuration: Callable[[str], tuple[Path, ModelConfig]],
+    tell: Tell = lambda line: None,
 ) -> Subject:
-    """The configured model with its weights, or `layers` of its layers (of K3's, without one) with random weights."""
+    """The configured model with its weights, or `layers` of its layers (of K3's, without one) with random weights.
+
+    tell: that ranks are waited for.
+    """
     found, devices = launched(), rank_devices(settings.gpus, settings.device)
     place = torch.device(devices[0]) if devices else choose_device(settings.device)[0]
     world = max(1, len(devices)) if found is None else found[1]
@@ -89,7 +95,7 @@ def subject(
             if world == 1:
                 alone = load_model(folder, device=place, dtype=kind, window=window)
                 return alone.model, alone.weights_digest, _nothing
-            more: Any = {"device": settings.device, "dtype": _word(kind), "window": window}
+            more: Any = {"device": settings.device, "dtype": _word(kind), "window": window, "tell": tell}
             loaded, peers = load_ranks(folder, config, devices, **more)
             return loaded.model, loaded.weights_digest, peers.close
 
@@ -101,7 +107,7 @@ def subject(
     def make(kind: torch.dtype, window: int) -> tuple[Any, str, Callable[[], None]]:
         if world == 1:
             return random_model(part, place, kind, window), RANDOM, _nothing
-        more: Any = {"device": settings.device, "dtype": _word(kind), "window": window}
+        more: Any = {"device": settings.device, "dtype": _word(kind), "window": window, "tell": tell}
         model, peers = slice_ranks(folder, part, devices, **more)
         return model, RANDOM, peers.close
 

@@ -233,7 +233,9 @@ def conversations(
     settings: Settings, request: Request, file: Path | None, tell: Callable[[str], None]
 ) -> Iterator[Row]:
     """The run's conditions as the first row, then a row for each text and drafter. tell: one line for people."""
-    engine = Engine.load(settings.model_ref, device=settings.device, dtype=settings.dtype, gpus=settings.gpus)
+    engine = Engine.load(
+        settings.model_ref, device=settings.device, dtype=settings.dtype, gpus=settings.gpus, tell=tell
+    )
     folder = engine.folder
     assert folder is not None
     specs = []

@@ -183,7 +183,7 @@ def command(
             stored=stored is not False,
             verify=what == STEPS,
         )
-        rows = climb(ask, subject(settings, layers, configuration), output, printer.notice)
+        rows = climb(ask, subject(settings, layers, configuration, printer.notice), output, printer.notice)
     began = time.perf_counter()
     run, done = _report(printer, rows)
     if plot is not None:

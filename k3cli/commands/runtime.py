@@ -110,6 +110,7 @@ def load_engine(settings: Settings, printer: Printer) -> Engine:
         dtype=settings.dtype,
         gpus=settings.gpus,
         progress=loading_bar(printer),
+        tell=printer.notice,
     )
     printer.clear_bar()
     for line in engine.notices:

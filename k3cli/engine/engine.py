@@ -88,24 +88,24 @@ class Engine:
         window: int = 8,
         gpus: str | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> Engine:
         """Load a model folder, or a hub id found in the local cache.
 
         device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "float32" or "bfloat16".
         window: rows of a decode step, 1 to 64. gpus: "N", "all" or "0,1": one rank on each, started here and ended
-        with this process; None: as torchrun says, else one. Raises UsageError, ModelError, FitError.
+        with this process; None: as torchrun says, else one. tell: one line for people, while ranks are waited for.
+        Raises UsageError, ModelError, FitError.
         """
         from k3cli.chat.renderer import renderer_for
         from k3cli.chat.tokenizer import Tokenizer
         from k3cli.model.config import ModelConfig
         from k3cli.model.hub import resolve_model
-        from k3cli.model.peers import launched
+        from k3cli.model.launch import launched
         from k3cli.model.ranks import load_ranks, rank_devices
         from k3cli.model.weights import load_model
 
         devices = rank_devices(gpus, device)
-        if launched() is not None:
-            _for_all_ranks(device)
         if not 1 <= window <= 64:
             raise UsageError(f"window is {window}", "1 to 64 rows")
         folder = resolve_model(model_ref)
@@ -120,9 +120,8 @@ class Engine:
             )
         renderer = renderer_for(config.model_type, tokenizer)
         if len(devices) > 1 or launched() is not None:
-            loaded, _ = load_ranks(
-                folder, config, devices, device=device, dtype=dtype, window=window, progress=progress
-            )
+            how: dict[str, Any] = {"device": device, "dtype": dtype, "window": window}
+            loaded, _ = load_ranks(folder, config, devices, **how, progress=progress, tell=tell)
         else:
             one = devices[0] if devices else device
             loaded = load_model(folder, device=one, dtype=dtype, window=window, progress=progress)
@@ -280,15 +279,3 @@ class Engine:
             {"what": "context limit", "choice": f"{self.context_limit} tokens", "reason": "config.json"},
         ]
         return rows
-
-
-def _for_all_ranks(device: str) -> None:
-    """UsageError for a device that ranks of another program can't all have: those above 0 read no command line."""
-    if ":" in device:
-        raise UsageError(
-            f"--device {device} under torchrun", "--device cuda or auto: a rank has the GPU of its LOCAL_RANK"
-        )
-    if device == "cpu" and torch.cuda.is_available():
-        raise UsageError(
-            "--device cpu under torchrun, and a GPU", "one kind of device", "hide the GPUs with CUDA_VISIBLE_DEVICES="
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from k3cli.errors import K3Error
-from k3cli.model.pulse import Pulse, begin
+from k3cli.model.launch import Meeting, Patience, Tell, meeting
+from k3cli.model.pulse import OverError, Pulse, begin
 from k3cli.model.world import COLLECTIVE, JOINING, World
 
 Result = TypeVar("Result")
@@ -69,8 +71,11 @@ def _close(world: World | None) -> None:
     dist.destroy_process_group()
 
 
-def _interruptible(call: Callable[[], Result]) -> Result:
-    """What a call gives that waits inside a library: in a thread of its own, so that a signal ends the wait."""
+def _interruptible(call: Callable[[], Result], patience: Patience | None = None) -> Result:
+    """What a call gives that waits inside a library: in a thread of its own, so that a signal ends the wait.
+
+    patience: after which it is given up, TimeoutError.
+    """
     global stuck
     found: list[Result] = []
     failed: list[BaseException] = []
@@ -86,7 +91,10 @@ def _interruptible(call: Callable[[], Result]) -> Result:
 
     Thread(target=work, name="k3-join", daemon=True).start()
     try:
-        ended.wait()
+        if patience is None:
+            ended.wait()
+        elif not patience.wait(ended):
+            raise TimeoutError("whoever listens there does not answer as rank 0 does")
     except BaseException:
         stuck = True  # the thread still waits for the others
         raise
@@ -102,13 +110,13 @@ def join(
     store: Any = None,
     seconds: float = COLLECTIVE,
     ends: Sequence[socket.socket] = (),
+    tell: Tell = lambda line: None,
 ) -> World:
-    """Meets the other ranks: through `store`, or as the environment says (torchrun). K3Error when they don't come.
+    """Meets the other ranks: through `store`, or as the environment says (torchrun). K3Error when they don't come,
+    UsageError for an environment that can't be.
 
-    ends: of the lines to the other ranks, where rank 0 has started them.
+    ends: of the lines to the other ranks, where rank 0 has started them. tell: that others are waited for.
     """
-    global _current, met
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if store is not None and sys.platform == "linux":
         # All on this machine: nothing of it is to be seen on a network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -117,21 +125,66 @@ def join(
         if store is not None and sys.platform == "linux":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(device)
-    patience = timedelta(seconds=JOINING)
+    if store is not None:
+        try:
+            return _joined(rank, size, device, store, seconds, ends, None)
+        except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
+            raise K3Error(
+                f"rank {rank} of {size} could not join the others ({_first_line(error)})", "every rank to start"
+            ) from error
+    place = meeting()
+    others = "the other rank" if size == 2 else f"{size - 1} other ranks"
+    patience = Patience(JOINING, f"{others if rank == 0 else 'rank 0'} at {place}", tell)
     try:
-        if store is None:
-            place = _interruptible(lambda: next(iter(rendezvous("env://", rank, size, timeout=patience)))[0])
-            met = True
-            _interruptible(lambda: begin(place, rank))
-        else:
-            place = store
-        _interruptible(
-            lambda: dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience, store=place)
-        )
-        _current = World(rank, size, device, seconds, ends)
-        if store is None:
-            _current.pulse = Pulse(place, rank, size)
-        return _current
-    except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-        why = (str(error).splitlines() or [""])[0]
-        raise K3Error(f"rank {rank} of {size} could not join the others ({why})", "every rank to start") from error
+        found = _meet(rank, size, place, patience)
+        world = _joined(rank, size, device, found, seconds, ends, patience)
+    except OverError:
+        raise
+    except (K3Error, RuntimeError, ValueError, OSError) as error:
+        if rank == 0 and "EADDRINUSE" in str(error):
+            raise K3Error(
+                f"MASTER_PORT={place.port} is in use on this machine",
+                "a free port for the ranks to meet",
+                "start every rank with another MASTER_PORT",
+            ) from None
+        came = re.search(r"(\d+)/(\d+) clients", str(error))  # how torch says it
+        why = f"{came[1]} of {came[2]} ranks came" if came else _first_line(error)
+        raise patience.over(f"rank {rank} of {size}", why) from error
+    world.pulse = Pulse(found, rank, size)
+    return world
+
+
+def _meet(rank: int, size: int, place: Meeting, patience: Patience) -> Any:
+    """The store that ranks of another program meet through, when all have come and rank 0 goes ahead."""
+    global met
+    if rank > 0 or place.served:
+        # Torch would try again and again, and say so each time.
+        _interruptible(lambda: place.reach(patience.left), patience)
+    limit = timedelta(seconds=max(1.0, patience.left()))
+    store = _interruptible(lambda: next(iter(rendezvous("env://", rank, size, timeout=limit)))[0], patience)
+    met = True
+    _interruptible(lambda: begin(store, rank), patience)
+    store.set_timeout(timedelta(seconds=JOINING))
+    return store
+
+
+def _joined(
+    rank: int,
+    size: int,
+    device: torch.device,
+    store: Any,
+    seconds: float,
+    ends: Sequence[socket.socket],
+    patience: Patience | None,
+) -> World:
+    global _current
+    limit = timedelta(seconds=JOINING)
+    _interruptible(
+        lambda: dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit, store=store), patience
+    )
+    _current = World(rank, size, device, seconds, ends)
+    return _current
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

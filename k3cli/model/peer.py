@@ -16,7 +16,10 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from k3cli.model.launch import Tell
 
 LOST = 69
 """Exit code of a peer that only lost the others."""
@@ -58,20 +61,26 @@ def main() -> int:
         return _told(error)
 
 
-def run_launched(rank: int, size: int) -> int:
-    """The life of a rank that another program started; ends the process. Raises K3Error when it can't join."""
+def run_launched(rank: int, size: int, tell: Tell) -> int:
+    """The life of a rank that another program started; ends the process. Raises K3Error when it can't join.
+
+    tell: that others are waited for; only the first rank of a machine says so.
+    """
     import torch
 
     from k3cli.model.faults import described, is_lost
     from k3cli.model.joining import join
+    from k3cli.model.launch import local_rank
     from k3cli.model.peers import local_device
     from k3cli.model.pulse import OverError
 
+    first = local_rank() == 0
     try:
         # One kind of device for all: a machine with GPUs that is to use its CPU hides them (CUDA_VISIBLE_DEVICES).
-        world = join(rank, size, local_device("cuda" if torch.cuda.is_available() else "cpu"))
+        place = local_device("cuda" if torch.cuda.is_available() else "cpu")
+        world = join(rank, size, place, tell=tell if first else lambda line: None)
     except OverError as end:
-        if end.exit_code and os.environ.get("LOCAL_RANK", "0") == "0":
+        if end.exit_code and first:
             raise  # one line a machine
         os._exit(end.exit_code)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

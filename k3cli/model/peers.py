@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from k3cli.errors import FitError, K3Error
 from k3cli.model.faults import ran_out
 from k3cli.model.joining import join, leave
+from k3cli.model.launch import local_rank
 from k3cli.model.peer import LOST, SITTING
 from k3cli.model.pulse import over
 from k3cli.model.world import COLLECTIVE, JOINING, World
@@ -201,26 +202,15 @@ def _told(rank: int, kind: str | None, found: str | None, expected: str | None, 
     return (FitError if kind == "FitError" else K3Error)(f"rank {rank}: {found}", expected, do or AGAIN)
 
 
-def launched() -> tuple[int, int] | None:
-    """(rank, size) where another program started the ranks, as torchrun does; None where nobody did.
-
-    K3Error for an environment that says half of it.
-    """
-    words = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if words == (None, None):
-        return None
-    try:
-        rank, size = (int(word or "") for word in words)
-    except ValueError:
-        raise K3Error(f"RANK={words[0]} and WORLD_SIZE={words[1]}", "two numbers, as torchrun sets them") from None
-    return (rank, size) if size > 1 else None
-
-
 def local_device(kind: str) -> torch.device:
-    """Where a launched rank of this machine runs: LOCAL_RANK's GPU, or the CPU."""
+    """Where a launched rank of this machine runs: LOCAL_RANK's GPU, or the CPU. FitError for a GPU that isn't there."""
+    number = local_rank()
     if kind == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    count = torch.cuda.device_count()
+    if number >= count:
+        raise FitError(f"LOCAL_RANK={number} on a machine with {count}", f"GPUs 0 to {count - 1}, one for each rank")
+    return torch.device("cuda", number)
 
 
 def end_early(size: int, code: int, seconds: float = 20.0) -> None:

@@ -12,11 +12,12 @@ import torch
 from k3cli.errors import FitError, UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.joining import join
+from k3cli.model.launch import Tell, launched
 from k3cli.model.mirror import MirrorModel
 from k3cli.model.network import K3Model
 from k3cli.model.parallel import check_world
 from k3cli.model.peer import describe
-from k3cli.model.peers import Launched, Peers, launched, local_device
+from k3cli.model.peers import Launched, Peers, local_device
 from k3cli.model.placement import choose_device
 from k3cli.model.weights import LoadedModel, LoadProgress, load_model
 
@@ -29,6 +30,8 @@ def rank_devices(gpus: str | None, device: str) -> list[str]:
 
     On a CPU N ranks share it. UsageError for a setting that means nothing here, FitError for GPUs that are not there.
     """
+    if launched() is not None:
+        _for_all_ranks(device)
     if gpus is None:
         return []
     if launched() is not None:
@@ -51,6 +54,18 @@ def rank_devices(gpus: str | None, device: str) -> list[str]:
     return [f"cuda:{number}" for number in numbers]
 
 
+def _for_all_ranks(device: str) -> None:
+    """UsageError for a device that ranks of another program can't all have: those above 0 read no command line."""
+    if ":" in device:
+        raise UsageError(
+            f"--device {device} under torchrun", "--device cuda or auto: a rank has the GPU of its LOCAL_RANK"
+        )
+    if device == "cpu" and torch.cuda.is_available():
+        raise UsageError(
+            "--device cpu under torchrun, and a GPU", "one kind of device", "hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+
+
 def load_ranks(
     folder: Path,
     config: ModelConfig,
@@ -61,13 +76,15 @@ def load_ranks(
     window: int,
     progress: Callable[[LoadProgress], None] | None = None,
     seconds: float | None = None,
+    tell: Tell = lambda line: None,
 ) -> tuple[LoadedModel, Ranks]:
     """Starts the ranks, or joins those that torchrun started, and loads the model; `model` of the result is a
     `MirrorModel`.
 
-    seconds: patience of a collective. Raises UsageError when the model can't be split so, and what `load_model` raises.
+    seconds: patience of a collective. tell: that ranks are waited for. Raises UsageError when the model can't be split
+    so, and what `load_model` raises.
     """
-    peers = _meet(config, devices, device, seconds)
+    peers = _meet(config, devices, device, seconds, tell)
     job = describe(str(folder.resolve()), dtype, window)
     loaded = _made(
         peers, job, lambda: load_model(folder, dtype=dtype, window=window, progress=progress, world=peers.world)
@@ -77,25 +94,32 @@ def load_ranks(
 
 
 def slice_ranks(
-    folder: Path, part: ModelConfig, devices: list[str], *, device: str, dtype: str, window: int
+    folder: Path,
+    part: ModelConfig,
+    devices: list[str],
+    *,
+    device: str,
+    dtype: str,
+    window: int,
+    tell: Tell = lambda line: None,
 ) -> tuple[MirrorModel, Ranks]:
     """The same for `part`, some layers of the model whose config.json is in `folder`, with random weights."""
     from k3cli.bench.slice import random_part
 
-    peers = _meet(part, devices, device, None)
+    peers = _meet(part, devices, device, None, tell)
     layers = len(part.layers)
     job = describe(str(folder.resolve()), dtype, window, layers)
     model = _made(peers, job, lambda: random_part(folder, layers, dtype, window, peers.world))
     return _mirror(model, part, peers), peers
 
 
-def _meet(config: ModelConfig, devices: list[str], device: str, seconds: float | None) -> Ranks:
+def _meet(config: ModelConfig, devices: list[str], device: str, seconds: float | None, tell: Tell) -> Ranks:
     found = launched()
     size = len(devices) if found is None else found[1]
     check_world(config, size)
     if found is None:
         return Peers(devices, **({} if seconds is None else {"seconds": seconds}))
-    return Launched(join(0, size, local_device(choose_device(device)[0].type)))
+    return Launched(join(0, size, local_device(choose_device(device)[0].type), tell=tell))
 
 
 def _made(peers: Ranks, job: dict[str, Any], work: Callable[[], Result]) -> Result:

@@ -17,7 +17,9 @@ from threading import Timer
 import pytest
 import torch
 
-from k3cli.config import NANO
+from k3cli.bench.run import subject
+from k3cli.commands.plan import configuration
+from k3cli.config import NANO, load_settings
 from k3cli.engine.engine import Engine
 from k3cli.errors import UsageError
 from k3cli.main import main
@@ -33,7 +35,7 @@ def model(request: pytest.FixtureRequest, splittable: Path) -> tuple[str, ...]:
     return "-m", str(splittable), "--device", request.param, "--dtype", "float32"
 
 
-def k3(*words: str, rank: tuple[str, str] | None = None, **more) -> subprocess.Popen[str]:
+def start(*words: str, rank: tuple[str, str] | None = None, **more) -> subprocess.Popen[str]:
     """rank: (number, port) of one of two that this program starts, as torchrun does."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -57,7 +59,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[str, str
 
 
 def said(*words: str) -> list[dict]:
-    process = k3(*words, "--json", "--max-tokens", "6", "-t", "0")
+    process = start(*words, "--json", "--max-tokens", "6", "-t", "0")
     out, err = ended(process)
     assert process.returncode == 0, err
     return [json.loads(line) for line in out.splitlines()]
@@ -132,7 +134,7 @@ def answering(process: subprocess.Popen[str]) -> None:
 
 def with_peer(model: tuple[str, ...]) -> tuple[subprocess.Popen[str], int]:
     """A command with two ranks in the middle of an answer, and its peer."""
-    process = k3("chat", *model, "--gpus", "2", *ENDLESS)
+    process = start("chat", *model, "--gpus", "2", *ENDLESS)
     answering(process)
     (peer,) = descendants(process.pid)
     return process, peer
@@ -189,7 +191,7 @@ def test_a_lost_rank_that_another_program_started_is_named(model: tuple[str, ...
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    first, second = (k3("chat", *model, *ENDLESS, rank=(rank, port)) for rank in "01")
+    first, second = (start("chat", *model, *ENDLESS, rank=(rank, port)) for rank in "01")
     try:
         answering(first)
         os.kill(second.pid, how)
@@ -214,7 +216,7 @@ def test_a_signal_ends_the_wait_for_ranks_that_do_not_come(number: str, how: sig
             free.listen()
         else:
             free.close()
-        process = k3("chat", "-m", str(NANO), "--device", "cpu", "-p", "hello", rank=(number, str(port)))
+        process = start("chat", "-m", str(NANO), "--device", "cpu", "-p", "hello", rank=(number, str(port)))
         until = time.monotonic() + 60
         if number == "1":  # it has come to the meeting point, where nobody answers
             free.settimeout(60)
@@ -234,7 +236,7 @@ def test_refusals_name_what_works(splittable: Path):
         (("--gpus", "0"), "--gpus is '0'; expected a number of GPUs"),
         (("--gpus", "2", "--spec", "dspark"), "spec is dspark: four has no draft of its own"),
     ):
-        process = k3("chat", "-m", str(splittable), "--device", "cpu", "-p", "hello", *words)
+        process = start("chat", "-m", str(splittable), "--device", "cpu", "-p", "hello", *words)
         _, err = ended(process)
         assert process.returncode == 2, err
         assert found in err
@@ -246,6 +248,9 @@ def test_a_place_that_not_all_launched_ranks_can_have_is_refused(monkeypatch: py
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=r"--device cuda:1 under torchrun; .*LOCAL_RANK"):
         Engine.load(NANO, device="cuda:1")
+    for layers in (None, 2):  # of `k3 bench`, which loads no engine
+        with pytest.raises(UsageError, match=r"--device cuda:1 under torchrun; .*LOCAL_RANK"):
+            subject(load_settings({"device": "cuda:1"}), layers, configuration)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UsageError, match=r"--device cpu under torchrun, and a GPU; .*CUDA_VISIBLE_DEVICES"):
         Engine.load(NANO, device="cpu")
@@ -256,6 +261,8 @@ def test_a_place_that_not_all_launched_ranks_can_have_is_refused(monkeypatch: py
     [
         ("1", None, "RANK=1 and WORLD_SIZE=None; expected two numbers"),
         ("2", "2", "RANK=2 and WORLD_SIZE=2; expected a rank below the number of ranks"),
+        ("-1", "2", "RANK=-1 and WORLD_SIZE=2; expected two numbers"),
+        ("0", "x", "RANK=0 and WORLD_SIZE=x; expected two numbers"),
     ],
 )
 def test_a_world_that_cannot_be_is_told_at_once(
@@ -268,8 +275,19 @@ def test_a_world_that_cannot_be_is_told_at_once(
     monkeypatch.setattr(sys, "argv", ["k3", "chat", "-p", "hello", "--device", "cpu"])
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        assert main() == 1
+        assert main() == 2
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert found in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert found in err
+    assert len([line for line in err.splitlines() if "no model configured" not in line]) == 1
+
+
+def test_half_a_world_keeps_no_command_without_a_model_from_running(k3, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert k3("ls").code == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = k3("ls", "--json")  # which process is to answer, nobody can say
+    assert (done.code, done.one("error")["exit_code"]) == (2, 2)
