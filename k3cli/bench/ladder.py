@@ -116,8 +116,8 @@ class Ladder:
 
     def _prefill_cell(self, depth: int) -> Row:
         work = total(self._prefill_work(depth))
-        row = self._row(self._prefills(self.plan.repeats), self.plan.prompt, work.bytes, work.flops, depth)
-        return row | self._sums(row, lambda: self._prefills(self.plan.repeats))
+        samples, rest = self._apart(lambda: self._prefills(self.plan.repeats))
+        return self._row(samples, self.plan.prompt, work.bytes, work.flops, depth, rest)
 
     def _prefills(self, repeats: int) -> list[float]:
         samples = []
@@ -131,14 +131,15 @@ class Ladder:
             del state
         return samples
 
-    def _sums(self, row: Row, again: Callable[[], list[float]]) -> Row:
-        """What sums between ranks, and waiting for each other in them, take of a row's time: what it does not take when
-        they are left out. Nothing for a model in one piece."""
+    def _apart(self, run: Callable[[], list[float]]) -> tuple[list[float], list[float]]:
+        """Samples, and those of the same without the sums between ranks: with, without, without, with, as a clock may
+        drift. None without for a model in one piece."""
         if not hasattr(self.model, "apart"):
-            return {}
+            return run(), []
+        first = run()
         with self.model.apart():
-            rest = measured(again())["seconds"]
-        return {"apart_seconds": rest, "sums_seconds": row["seconds"] - rest}
+            rest = run() + run()
+        return first + run(), rest
 
     def _prefill_work(self, depth: int) -> dict[str, Any]:
         """Work of the prompt in the chunks it is cut into: weights are read once per chunk."""
@@ -155,8 +156,8 @@ class Ladder:
     def _step_cell(self, depth: int, n: int) -> Row:
         """Steps of n rows, all accepted. One row is plain decoding."""
         work = total(parts(self.config, self.model.dtype, n, depth))
-        row = self._row(self._steps(n), n, work.bytes, work.flops, depth)
-        return row | self._sums(row, lambda: self._steps(n))
+        samples, rest = self._apart(lambda: self._steps(n))
+        return self._row(samples, n, work.bytes, work.flops, depth, rest)
 
     def _steps(self, n: int) -> list[float]:
         state, samples = self.state.fork(), []
@@ -178,8 +179,14 @@ class Ladder:
                 samples.append(time.perf_counter() - began)
         return samples
 
-    def _row(self, samples: Sequence[float], tokens: int, size: float, flops: float, depth: int) -> Row:
+    def _row(
+        self, samples: Sequence[float], tokens: int, size: float, flops: float, depth: int, rest: Sequence[float]
+    ) -> Row:
+        """rest: samples without sums; what these, and waiting for each other in them, take is what it does not take."""
         row = measured(samples)
+        if rest:
+            apart = measured(rest)["seconds"]
+            row |= {"apart_seconds": apart, "sums_seconds": row["seconds"] - apart}
         floor = max(size / self.ceilings[0], flops / self.ceilings[1])
         return row | {
             "tokens_per_second": tokens / row["seconds"],

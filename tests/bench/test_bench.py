@@ -287,8 +287,9 @@ def test_a_slice_over_two_ranks_names_them_and_what_sums_take(
     assert run["world"] == 2
     assert [row["row"] for row in rows] == ["prefill", "decode", "verify", "shares", "whole", "memory"]
     assert all(row["world"] == 2 for row in rows)
-    for row in rows[:3]:
+    for row, samples in zip(rows, (6, 48, 48), strict=False):
         assert row["sums_seconds"] == row["seconds"] - row["apart_seconds"]
+        assert len(row["samples"]) == samples, "with sums, twice without, with them again"
     assert "2 ranks, each CPU" in err
     assert "for their sums" in err
     memory = rows[-1]
