@@ -168,9 +168,10 @@ def _into(
     refuse_shared_stdin({"--system": system, "--tools": tools})
     head = head_of(settings, read_system(system), read_tools(tools), new=False)
     Head.from_json(store.session(name).fixed.get("head", {})).evaluated_under(head)  # before minutes of loading
-    engine = load_engine(settings, printer)
-    for event in replay_into(engine, store, name, new, head=head or None):
-        show(event, printer)
+    with store.reserving(new):  # before the minutes of loading
+        engine = load_engine(settings, printer)
+        for event in replay_into(engine, store, name, new, head=head or None):
+            show(event, printer)
     printer.end()
     printer.line(new)
     printer.done(name=new)

@@ -55,25 +55,28 @@ def talk(
     if mode != "create":
         settings = recorded_model(settings, store, name, printer)
     sampling = sampling_of(settings)
-    engine = load_engine(settings, printer)
-    if drafts is not None:
-        problem = drafts.apply(engine, store)
-        if problem:
-            printer.notice(problem)
-    try:
-        conversation = Conversation.open(
-            engine,
-            store,
-            name,
-            mode=mode,
-            new=new,
-            at=at,
-            head=head,
-            require_cached=settings.require_cached,
-            emit=lambda event: show(event, printer),
-        )
-    except IdentityMismatch as problem:
-        raise other_model(problem, store, name) from None
+    # Who else is writing there is told before minutes are spent on loading a model; and nobody begins meanwhile.
+    written = {"create": [name], "resume": [name], "fork": [new] if new is not None else [], "ephemeral": []}[mode]
+    with store.reserving(*written):
+        engine = load_engine(settings, printer)
+        if drafts is not None:
+            problem = drafts.apply(engine, store)
+            if problem:
+                printer.notice(problem)
+        try:
+            conversation = Conversation.open(
+                engine,
+                store,
+                name,
+                mode=mode,
+                new=new,
+                at=at,
+                head=head,
+                require_cached=settings.require_cached,
+                emit=lambda event: show(event, printer),
+            )
+        except IdentityMismatch as problem:
+            raise other_model(problem, store, name) from None
     if not request.one_shot:
         free = partial(new_name, store.exists)
         finish(repl(conversation, printer, sampling, settings.home / "history", free))

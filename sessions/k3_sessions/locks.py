@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from k3_sessions.catalog import file_id
+from k3_sessions.catalog import check_name, file_id
 from k3_sessions.common import now
 from k3_sessions.config import StoreConfig
 from k3_sessions.disk import FileSystem
@@ -39,6 +39,7 @@ class Locks:
         self.fs = fs
         self.config = config
         self.crashed = False  # whether a process was seen to have died while it wrote a session
+        self._reserved: dict[str, Any] = {}  # locks that the next writers of these sessions take over
 
     @contextmanager
     def _lock(self, path: str, *, shared: bool, wait: float, what: str) -> Iterator[None]:
@@ -76,6 +77,8 @@ class Locks:
 
         A writer empties its note when it ends well: a note without a holder tells of one that died.
         """
+        if name in self._reserved:
+            return self._reserved.pop(name)
         path = f"locks/{file_id(name)}"
         note = orjson.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now(), "session": name})
         with os_errors(f"locking session {name}"):
@@ -110,6 +113,25 @@ class Locks:
                         self.fs.remove(f"locks/{file_id(name)}")
         finally:
             self.fs.unlock(lock)
+
+    @contextmanager
+    def reserving(self, *names: str) -> Iterator[None]:
+        """The writer's locks of sessions for whoever needs long to get ready to write: in the block, the first one who
+        locks such a session through this store gets its lock and keeps it beyond. The others are given back at the end.
+
+        Raises SessionLocked, BadName.
+        """
+        wanted = sorted({check_name(name) for name in names})
+        try:
+            for name in wanted:
+                self._reserved[name] = self.lock_session(name)
+            yield
+        finally:
+            for name in wanted:
+                lock = self._reserved.pop(name, None)
+                if lock is not None:
+                    # Nothing was written; but the note of a writer that died goes on telling of it.
+                    self.unlock_session(name, lock, clean=not self.crashed)
 
     @contextmanager
     def owning(self, *names: str) -> Iterator[None]:

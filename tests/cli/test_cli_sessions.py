@@ -7,8 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from k3_sessions.errors import SessionLocked
+from k3_sessions.store import Store
 
-from k3cli.errors import Exit
+from k3cli.config import load_settings
+from k3cli.engine.engine import Engine
+from k3cli.errors import Exit, ModelError
 
 
 @pytest.fixture
@@ -307,3 +311,42 @@ def test_looking_at_sessions_loads_no_torch(forked, process_env) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], env=process_env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("chat", "-s", "a", "-p", "more"), "a"),
+        (("chat", "-s", "d", "-p", "more"), "d"),
+        (("resume", "a", "-p", "more"), "a"),
+        (("fork", "a", "d", "-p", "more"), "d"),
+        (("replay", "a", "--into", "d"), "d"),
+    ],
+)
+def test_a_session_that_is_being_written_is_told_before_the_model_is_loaded(k3, monkeypatch, words, name) -> None:
+    """Nothing is held when the load itself fails."""
+    k3("chat", "-s", "a", "-p", "one")
+    loads: list[str] = []
+
+    def refuse(ref: str, **_: object) -> None:
+        loads.append(ref)
+        with pytest.raises(SessionLocked):  # nobody else begins while it loads
+            store().lock_session(name)
+        raise ModelError("no such model")
+
+    def store() -> Store:
+        return Store.open(load_settings().store_root)
+
+    monkeypatch.setattr(Engine, "load", staticmethod(refuse))
+    holder = store()
+    lock = holder.lock_session(name)
+    done = k3(*words)
+    assert done.code == 6
+    assert f"error: session {name} is being written by process {os.getpid()} on " in done.err
+    assert loads == []
+    holder.unlock_session(name, lock, clean=True)
+    assert k3(*words).code == 3
+    assert len(loads) == 1
+    free = store()
+    free.unlock_session(name, free.lock_session(name), clean=True)
+    assert not free.crashed

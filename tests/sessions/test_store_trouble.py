@@ -276,6 +276,46 @@ def test_the_second_writer_learns_who_the_first_is_and_its_death_frees_the_sessi
         assert writer.head.id == turns[0].id
 
 
+def test_a_reserved_session_is_its_next_writers_and_nobody_elses(tmp_path):
+    """For who needs long to get ready. What was not taken over is given back, also when getting ready fails."""
+    store, other = (Store.open(tmp_path / "s", config=CONFIG) for _ in range(2))
+    _, turns = grow(store, "a", [30])
+    locks = sorted(path.name for path in (tmp_path / "s" / "locks").iterdir())
+    with store.reserving("a", "new", "b"):
+        for name in ("a", "new"):
+            with pytest.raises(SessionLocked, match=f"session {name} is being written by process"):
+                other.writer(name, create=name == "new", identity=IDENTITY, layout=LAYOUT)
+        writer = store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT)
+        store.fork("a", "b")  # its lock, too, is the first one's who asks for it
+        other.writer("b", create=False, identity=IDENTITY, layout=LAYOUT).close()
+        with pytest.raises(SessionLocked):
+            store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT)
+    with pytest.raises(SessionLocked):
+        other.writer("a", create=False, identity=IDENTITY, layout=LAYOUT)
+    writer.close()
+    other.writer("a", create=False, identity=IDENTITY, layout=LAYOUT).close()
+    store.remove("b")
+    with pytest.raises(RuntimeError, match="no model"), store.reserving("a", "new"):
+        raise RuntimeError("no model")
+    assert sorted(path.name for path in (tmp_path / "s" / "locks").iterdir()) == locks
+    with other.writer("a", create=False, identity=IDENTITY, layout=LAYOUT) as again:
+        assert again.head.id == turns[0].id
+
+
+def test_a_reservation_that_is_given_back_still_tells_of_a_writer_that_died(tmp_path, repo_root):
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    grow(store, "a", [30])
+    holder = child(tmp_path, repo_root, HOLD)
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.communicate()
+    with store.reserving("a"):
+        pass
+    later = Store.open(tmp_path / "s", config=CONFIG)
+    later.unlock_session("a", later.lock_session("a"), clean=True)
+    assert later.crashed
+
+
 GROW = """
 number = int(sys.argv[1]) if len(sys.argv) > 1 else 0
 while True:
