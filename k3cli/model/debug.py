@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from k3cli.errors import K3Error, UsageError
+from k3cli.errors import ContextError, K3Error, UsageError
+from k3cli.model.config import ModelConfig
 from k3cli.model.hub import resolve_model
 from k3cli.model.network import K3Model
 from k3cli.model.weights import LoadProgress, load_model
@@ -28,17 +29,24 @@ def write_logits(
     """Writes `logits` [T, V] float32 for the JSON list of ids in `tokens_file` to the safetensors file `out`.
 
     schedule: "prefill" (one chunk), "decode" (token by token), or chunk sizes "1,63,64" whose last one repeats.
-    Returns (T, V). Raises UsageError for ids or schedules that make no sense, ModelError for the model.
+    Returns (T, V). Before anything is loaded: UsageError for ids or schedules that make no sense, ContextError for more
+    ids than the context holds. ModelError for the model.
     """
     from safetensors.torch import save_file
 
     ids = read_ids(tokens_file)
     sizes = None if schedule == "decode" else list(chunk_sizes(schedule, len(ids)))
-    loaded = load_model(resolve_model(model), device=device, dtype=dtype, progress=progress)
-    vocab = loaded.config.vocab
+    folder = resolve_model(model)
+    config = ModelConfig.from_dir(folder)
+    vocab, limit = config.vocab, config.context_limit
     outside = [token for token in ids if token >= vocab]
     if outside:
         raise UsageError(f"id {outside[0]} in {tokens_file}", f"ids below the vocabulary size {vocab}")
+    if len(ids) > limit:
+        raise ContextError(
+            f"{tokens_file} holds {len(ids)} ids", f"at most {limit}, the context limit", "pass the first of them"
+        )
+    loaded = load_model(folder, device=device, dtype=dtype, progress=progress)
     logits = compute_logits(loaded.model, torch.tensor(ids, dtype=torch.int64), sizes)
     try:
         save_file({"logits": logits}, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from k3cli.errors import ModelError, UsageError
+from k3cli.errors import ContextError, ModelError, UsageError
+from k3cli.model import debug
+from k3cli.model.config import ModelConfig
 from k3cli.model.debug import chunk_sizes, write_logits
 from k3cli.model.hub import resolve_model
 
@@ -55,6 +58,21 @@ def test_ids_that_make_no_sense(checkpoints, tmp_path: Path, text: str):
     with pytest.raises(UsageError, match=r"ids"):
         write_logits(checkpoints["k3"], tmp_path / "ids.json", tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "decode", "100"])
+def test_more_ids_than_the_context_holds(checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str):
+    """Told from config.json, before anything is loaded; as many as it holds are fine."""
+    short = dataclasses.replace(ModelConfig.from_dir(checkpoints["k3"]), context_limit=20)
+    monkeypatch.setattr(ModelConfig, "from_dir", lambda _: short)
+    monkeypatch.setattr(debug, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    ids, out = tmp_path / "ids.json", tmp_path / "out"
+    ids.write_text(json.dumps([1] * 21))
+    with pytest.raises(ContextError, match=r"ids\.json holds 21 ids; expected at most 20, the context limit"):
+        write_logits(checkpoints["k3"], ids, out, schedule=schedule, device="cpu")
+    ids.write_text(json.dumps([1] * 20))
+    with pytest.raises(pytest.fail.Exception, match="loaded"):
+        write_logits(checkpoints["k3"], ids, out, schedule=schedule, device="cpu")
 
 
 def test_folder_and_hub_id(checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
