@@ -106,9 +106,11 @@ def configuration(ref: str) -> tuple[Path, ModelConfig]:
         return file, ModelConfig.from_dir(file)
     if file.suffix == ".json":
         try:
-            return file.parent, ModelConfig.from_dict(json.loads(file.read_bytes()))
-        except (OSError, ValueError, RecursionError) as problem:
-            raise ModelError(f"{file}: {problem}", "a model's config.json") from None
+            return file.parent, ModelConfig.from_dict(json.loads(file.read_bytes()), str(file))
+        except OSError as problem:
+            raise ModelError(f"{file}: {problem.strerror}", "a model's config.json") from None
+        except (ValueError, RecursionError) as problem:
+            raise ModelError(f"{file} is not JSON: {problem}", "a model's config.json") from None
     folder = resolve_model(ref)
     return folder, ModelConfig.from_dir(folder)
 

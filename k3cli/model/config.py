@@ -81,21 +81,21 @@ class ModelConfig:
         return ModelConfig.from_dict(raw)
 
     @staticmethod
-    def from_dict(raw: Any) -> ModelConfig:
-        """Resolves a parsed config.json. Raises ModelError naming the key."""
+    def from_dict(raw: Any, file: str = "config.json") -> ModelConfig:
+        """Resolves a parsed config.json, called `file` in messages. Raises ModelError naming the key."""
         if not isinstance(raw, Mapping):
-            raise ModelError("config.json holds no object", "a JSON object")
-        return _resolve(raw)
+            raise ModelError(f"{file} holds no object", "a JSON object")
+        return _resolve(raw, file)
 
 
-def _resolve(raw: Mapping[str, Any]) -> ModelConfig:
-    top = Keys(raw)
+def _resolve(raw: Mapping[str, Any], file: str) -> ModelConfig:
+    top = Keys(raw, file=file)
     nested = "text_config" in raw
     text = top.section("text_config") if nested else top
     model_type = raw.get("model_type")
     known = WRAPPERS if nested else TEXT_TYPES
     if model_type not in known:
-        raise ModelError(f"unknown architecture: config.json model_type = {shown(model_type)}", " or ".join(known))
+        raise ModelError(f"unknown architecture: {file} model_type = {shown(model_type)}", " or ".join(known))
     for keys in (top, text) if nested else (top,):
         names = keys.get("architectures") or []
         unknown = [name for name in names if name not in ARCHITECTURES]
@@ -159,7 +159,7 @@ def _layer_kinds(text: Keys) -> tuple[LayerKind, ...]:
         if kda == mla:
             found = "both of" if kda else "neither of"
             raise ModelError(
-                f"config.json layer {number} (counted from 1) is in {found} kda_layers and full_attn_layers",
+                f"{text.file} layer {number} (counted from 1) is in {found} kda_layers and full_attn_layers",
                 "each layer in exactly one list",
             )
         kinds.append("kda" if kda else "mla")

@@ -117,7 +117,7 @@ def read_moe(text: Keys) -> MoeConfig:
     top_groups = text.integer("topk_group", default=1) if grouped else 1
     if experts % groups or top_groups > groups or top_k > top_groups * (experts // groups):
         raise ModelError(
-            f"config.json asks for the best {top_k} of {experts} experts in {top_groups} of {groups} groups",
+            f"{text.file} asks for the best {top_k} of {experts} experts in {top_groups} of {groups} groups",
             "groups that divide the experts and hold enough of them",
         )
     width = text.integer("moe_intermediate_size")
@@ -125,7 +125,7 @@ def read_moe(text: Keys) -> MoeConfig:
     packed = _packed_experts(text)
     inner = text.integer("hidden_size") if latent is None else text.integer("routed_expert_hidden_size")
     if packed and (inner % 32 or width % 32):
-        raise ModelError(f"config.json expert sizes {inner} and {width} with MXFP4 weights", "multiples of 32")
+        raise ModelError(f"{text.file} expert sizes {inner} and {width} with MXFP4 weights", "multiples of 32")
     return MoeConfig(
         experts=experts,
         top_k=top_k,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from k3cli.config import K3_SHAPE
 
 Run = Callable[..., Any]
 BIG = ("--ram", "2T", "--disk", "4T", "--disk-rate", "5GB")
@@ -125,3 +129,36 @@ def test_bad_words_are_usage_errors(k3: Run, arguments: tuple[str, ...], words: 
 
 def test_a_missing_model_is_exit_3(k3: Run, tmp_path: Any):
     assert k3("plan", str(tmp_path / "config.json")).code == 3
+
+
+def changed(**values: Any) -> str:
+    """K3's shape with other values in its text part."""
+    raw = json.loads((K3_SHAPE / "config.json").read_text())
+    raw["text_config"] |= values
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[]", "holds no object"),
+        ("nonsense", "is not JSON: "),
+        ('{"model_type": "llama"}', 'model_type = "llama"'),
+        (changed(hidden_size=0), "key text_config.hidden_size is 0"),
+        (changed(mla_use_nope=False), "key text_config.mla_use_nope is false"),
+        (changed(sliding_window=512), "key text_config.sliding_window = 512"),
+        (changed(linear_attn_config={"kda_layers": [], "full_attn_layers": [1]}), "layer 2 (counted from 1)"),
+        (changed(num_experts=3), "asks for the best 16 of 3 experts"),
+        (changed(moe_intermediate_size=33), "expert sizes"),
+        (changed(quantization_config=5), "key text_config.quantization_config is 5"),
+        (changed(quantization_config={"format": "int4"}), "key text_config.quantization_config.format"),
+    ],
+)
+def test_a_file_with_something_wrong_is_called_by_its_name(k3: Run, tmp_path: Path, text: str, found: str):
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    refused = k3("plan", str(file), "--gpus", "8xB300", *BIG)
+    assert refused.code == 3
+    assert f"{file} {found}" in refused.err
+    assert "config.json" not in refused.err.replace("a model's config.json", "")
+    assert len(refused.err.splitlines()) == 1
