@@ -9,6 +9,7 @@ command -v jq >/dev/null || { echo "tool_loop.sh: jq is needed to read k3's even
 # A home of its own, so that trying this leaves nothing behind. Without these two lines the session stays.
 K3_HOME=$(mktemp -d) && export K3_HOME
 trap 'rm -rf "$K3_HOME"' EXIT
+[[ $k3 == */* ]] && k3=$(realpath "$k3") # a relative path means the folder we are leaving now
 cd "$K3_HOME"
 
 cat >tools.json <<'JSON'
