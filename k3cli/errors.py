@@ -5,6 +5,7 @@ Every message says what was found, what was expected and what to do next, on one
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 
@@ -26,24 +27,36 @@ class Exit(IntEnum):
     TERMINATED = 143
 
 
+LONGEST = 1000
+"""Characters of each part of a message; what a damaged file holds may be of any length."""
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
 class K3Error(Exception):
     """A failure the user can act on.
 
     `found` is what the program saw, `expected` what it needed, `do` the next step; `str()` joins them into one line.
+    Control characters are escaped, and the middle of what is very long is left out.
     """
 
     exit_code: Exit = Exit.FAILED
 
     def __init__(self, found: str, expected: str | None = None, do: str | None = None) -> None:
-        self.found = found
-        self.expected = expected
-        self.do = do
-        parts = [found]
-        if expected is not None:
-            parts.append(f"expected {expected}")
-        if do is not None:
-            parts.append(do)
-        super().__init__("; ".join(" ".join(part.split()) for part in parts))
+        self.found = _in_a_line(found)
+        self.expected = None if expected is None else _in_a_line(expected)
+        self.do = None if do is None else _in_a_line(do)
+        parts = [self.found]
+        if self.expected is not None:
+            parts.append(f"expected {self.expected}")
+        if self.do is not None:
+            parts.append(self.do)
+        super().__init__("; ".join(parts))
+
+
+def _in_a_line(text: str) -> str:
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST * 3 // 4]} ... {text[-LONGEST // 4 :]}"
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], " ".join(text.split()))
 
 
 class UsageError(K3Error):

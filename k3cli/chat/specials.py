@@ -5,18 +5,20 @@ Offsets are relative to the number of ranks, so that a small vocabulary has the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from k3cli.errors import ModelError
+from k3cli.model_files import lies_there, read_object, shown
 
 Family = Literal["k3", "k2"]
 
 N_SPECIALS = 256
 """Ids reserved above the ranks, in every family."""
+MOST_DIGITS = 20
+"""Digits of an id, zeros in front included: more is no id, and thousands are more than `int` takes."""
 
 _MEDIA = {18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>", 21: "<|media_pad|>"}
 _COMMON = {0: "[BOS]", 1: "[EOS]", 9: "[EOT]", 254: "[UNK]", 255: "[PAD]"} | _MEDIA
@@ -82,11 +84,11 @@ def read_specials(folder: Path, n_ranks: int) -> Specials:
         family = _family_of(set(listed.values()), folder)
         return Specials(_complete(listed, n_ranks), family, "names in tokenizer_config.json")
     config = folder / "config.json"
-    if config.exists():
-        model_type = _read_json(config).get("model_type")
+    if lies_there(config):
+        model_type = read_object(config, "a JSON object").get("model_type")
         if not isinstance(model_type, str) or model_type not in MODEL_FAMILIES:
             raise ModelError(
-                f"{config} has model_type {model_type!r}",
+                f"{config} has model_type {shown(model_type)}",
                 " or ".join(sorted(MODEL_FAMILIES)),
                 "add the model's tokenizer_config.json, which names its special tokens",
             )
@@ -102,9 +104,9 @@ def default_specials(family: Family, n_ranks: int, reason: str) -> Specials:
 
 def _listed(path: Path, n_ranks: int) -> dict[int, str] | None:
     """Id -> name as `added_tokens_decoder` lists them; None when there is no file or no such key."""
-    if not path.exists():
+    if not lies_there(path):
         return None
-    decoder = _read_json(path).get("added_tokens_decoder")
+    decoder = read_object(path, "a JSON object").get("added_tokens_decoder")
     if decoder is None:
         return None
     if not isinstance(decoder, dict):
@@ -114,7 +116,7 @@ def _listed(path: Path, n_ranks: int) -> dict[int, str] | None:
         name = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not name:
             raise ModelError(f"{path}: added_tokens_decoder entry {key!r} has no content", "a non-empty token name")
-        token = int(key) if key.isascii() and key.isdigit() else -1
+        token = int(key) if key.isascii() and key.isdigit() and len(key) <= MOST_DIGITS else -1
         if not n_ranks <= token < n_ranks + N_SPECIALS:
             raise ModelError(
                 f"{path}: special token {name!r} has id {key}",
@@ -145,13 +147,3 @@ def _complete(listed: Mapping[int, str], n_ranks: int) -> dict[int, str]:
 
 def _reserved(token: int) -> str:
     return f"<|reserved_token_{token}|>"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as problem:
-        raise ModelError(f"{path} cannot be read as JSON ({problem})", "a JSON object") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object")
-    return data

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import tiktoken
 
-from k3cli.chat.specials import Family, Specials, read_specials
+from k3cli.chat.specials import MOST_DIGITS, Family, Specials, read_specials
 from k3cli.errors import ModelError, UsageError
+from k3cli.model_files import read_file
 
 RANKS_FILE = "tiktoken.model"
 MAX_CHARS = 400_000
@@ -76,6 +77,15 @@ class Tokenizer:
                 f"the tokenizer in {folder} has digest {tokenizer.digest}", expected_digest, "use the recorded model"
             )
         return tokenizer
+
+    def check_model(self, vocab: int) -> None:
+        """ModelError when a model of `vocab` ids does not know all of this vocabulary."""
+        if self.n_vocab > vocab:
+            raise ModelError(
+                f"the tokenizer has {self.n_vocab:,} ids, config.json a vocab_size of {vocab:,}",
+                "a tokenizer whose ids the model knows",
+                "use the tokenizer files that belong to the model",
+            )
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, none of them special. Raises UsageError for a lone surrogate, which UTF-8 cannot hold."""
@@ -158,10 +168,7 @@ def read_ranks(path: Path) -> list[bytes]:
     A line is base64 of the token's bytes, a space, the decimal rank; blank lines do not count. Raises ModelError
     naming the line for anything else, for ranks or tokens given twice, for gaps, and for missing single bytes.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as problem:
-        raise ModelError(f"{path}: {problem.strerror}", f"a readable {RANKS_FILE}") from None
+    lines = read_file(path, f"a readable {RANKS_FILE}").split(b"\n")
     tokens: dict[bytes, tuple[int, int]] = {}
     for number, line in enumerate(lines, start=1):
         parts = line.split()
@@ -171,7 +178,7 @@ def read_ranks(path: Path) -> list[bytes]:
             token = base64.b64decode(parts[0], validate=True)
         except binascii.Error:
             raise _bad_line(path, number, "text that is no base64") from None
-        if len(parts) != 2 or not parts[1].isdigit() or not token:
+        if len(parts) != 2 or not parts[1].isdigit() or len(parts[1]) > MOST_DIGITS or not token:
             raise _bad_line(path, number, f"{line[:60].decode(errors='replace')!r}")
         first = tokens.setdefault(token, (int(parts[1]), number))
         if first[1] != number:

@@ -104,6 +104,7 @@ def model(settings: Settings) -> Iterator[Check]:
     """The model's files, the chosen device and type, and whether weights and state fit; nothing is loaded."""
     import torch
 
+    from k3cli.chat.renderer import renderer_for
     from k3cli.chat.tokenizer import Tokenizer
     from k3cli.commands.doctor_drafts import drafting
     from k3cli.commands.doctor_ranks import links, ranks
@@ -130,7 +131,10 @@ def model(settings: Settings) -> Iterator[Check]:
         shards = f"headers of all {len(files.shards)} files agree with config.json"
         yield Check("model", "weight files", human_bytes(files.bytes_total), shards)
         tokenizer = Tokenizer.from_dir(folder)
+        tokenizer.check_model(config.vocab)
         yield Check("model", "tokenizer", f"{tokenizer.n_vocab:,} ids", tokenizer.digest)
+        renderer = renderer_for(config.model_type, tokenizer)
+        yield Check("model", "chat format", renderer.format_version, tokenizer.family_reason)
         device, reason = choose_device(settings.device)
         yield Check("chosen", "device", str(device), reason)
         dtype, reason = choose_dtype(settings.dtype, device, config)

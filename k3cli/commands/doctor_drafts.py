@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from k3cli.commands.doctor_checks import Check
 from k3cli.config import Settings
-from k3cli.errors import Exit, K3Error, ModelError, UsageError
+from k3cli.errors import Exit, K3Error, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,23 +48,11 @@ def _trouble(choice: Choice, folder: Path, config: ModelConfig) -> K3Error | Non
     """Why a draft model can't be used, as far as its config.json and the headers of its files tell."""
     if not choice.model_based:
         return None
-    from safetensors import SafetensorError, safe_open
-
     from k3cli.engine.drafting.choose import draft_folder
-    from k3cli.model.dspark.config import DraftConfig
+    from k3cli.model.dspark.weights import check_draft
 
     try:
-        place = draft_folder(choice, folder)
-        DraftConfig.from_dir(place).check_target(config)
-        files = sorted(place.glob("*.safetensors"))
-        if not files:
-            return ModelError(f"no .safetensors file in {place}", "a DSpark draft's weights")
-        for file in files:
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except (SafetensorError, OSError) as damage:
-                return ModelError(f"{file} cannot be read ({damage})", "a safetensors file")
+        check_draft(draft_folder(choice, folder), config)
     except K3Error as refused:
         return refused
     return None

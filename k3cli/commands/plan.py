@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,11 +65,11 @@ def command(
     settings = settings_from({"model": model, "dtype": dtype})
     printer = Printer(json=json)
     folder, config = configuration(settings.model_ref)
-    shards = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size) if folder.is_dir() else []
+    shards = [file for file in folder.glob("*.safetensors") if os.path.isfile(file)] if folder.is_dir() else []
     sizes = (_size("--ram", ram), _size("--disk", disk), _size("--disk-rate", disk_rate))
     if sizes[2] == 0:
         raise UsageError(f"--disk-rate is {disk_rate!r}", "more than 0 bytes a second")
-    there = describe(gpus, *sizes, settings.home, shards[-1] if shards else None)
+    there = describe(gpus, *sizes, settings.home, max(shards, key=os.path.getsize, default=None))
     check_world(config, there.count)
     kind = DTYPES[settings.dtype if settings.dtype != "auto" else _default_dtype(there, config)]
     asked = sorted({parse_tokens("--context", text) for text in context or []})
@@ -94,23 +95,16 @@ def command(
 
 def configuration(ref: str) -> tuple[Path, ModelConfig]:
     """(folder, configuration) of a model folder, a config.json of any name, a hub id, or `k3` for K3's own shape."""
-    import json
-
     from k3cli.config import K3_SHAPE
-    from k3cli.errors import ModelError
     from k3cli.model.config import ModelConfig
     from k3cli.model.hub import resolve_model
+    from k3cli.model_files import read_object
 
     file = K3_SHAPE if ref == "k3" else Path(ref)
     if file is K3_SHAPE:
         return file, ModelConfig.from_dir(file)
     if file.suffix == ".json":
-        try:
-            return file.parent, ModelConfig.from_dict(json.loads(file.read_bytes()), str(file))
-        except OSError as problem:
-            raise ModelError(f"{file}: {problem.strerror}", "a model's config.json") from None
-        except (ValueError, RecursionError) as problem:
-            raise ModelError(f"{file} is not JSON: {problem}", "a model's config.json") from None
+        return file.parent, ModelConfig.from_dict(read_object(file, "a model's config.json"), str(file))
     folder = resolve_model(ref)
     return folder, ModelConfig.from_dir(folder)
 

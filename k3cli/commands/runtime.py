@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -134,24 +133,25 @@ def sampling_of(settings: Settings) -> Sampling:
 
 def recommended_sampling(model_ref: str) -> dict[str, Any]:
     """Sampling keys of the model's generation_config.json; {} without such a file. Raises ModelError."""
+    from k3cli.model.config_keys import Keys
     from k3cli.model.hub import resolve_model
+    from k3cli.model_files import lies_there, read_object
 
+    again = "correct or remove it"
     file = resolve_model(model_ref) / "generation_config.json"
-    try:
-        data = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    if not lies_there(file):
         return {}
-    except (OSError, ValueError, RecursionError) as problem:
-        raise ModelError(f"{file} cannot be read ({problem})", "a JSON object", "correct or remove it") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{file} holds something else", "a JSON object", "correct or remove it")
-    if data.get("do_sample") is False:
+    keys = Keys(read_object(file, "a JSON object", again), file=str(file), do=again)
+    if not keys.flag("do_sample", True):
         return {"temperature": 0.0}
-    found = {key: data[key] for key in RECOMMENDED_KEYS if data.get(key) is not None}
-    try:
-        return {key: KEYS[key](value) for key, value in found.items()}
-    except ValueError as problem:
-        raise ModelError(f"{file} has {found}", f"for each key what the settings allow ({problem})") from None
+    found = {}
+    for key in RECOMMENDED_KEYS:
+        try:
+            if keys.get(key) is not None:
+                found[key] = KEYS[key](keys.get(key))
+        except ValueError as problem:
+            raise keys.refused(key, str(problem)) from None
+    return found
 
 
 def setting_options(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from k3cli.engine.drafting.policy import Costs
 from k3cli.engine.drafting.rehearsal import time_draft, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.timeline import Timeline
-from k3cli.errors import FitError, ModelError, UsageError
+from k3cli.errors import FitError, UsageError
 
 if TYPE_CHECKING:
     from k3cli.chat.renderer import Renderer
@@ -112,12 +112,7 @@ class Engine:
         # The small files first: what is wrong with them is told before gigabytes are read.
         config = ModelConfig.from_dir(folder)
         tokenizer = Tokenizer.from_dir(folder)
-        if tokenizer.n_vocab > config.vocab:
-            raise ModelError(
-                f"the tokenizer of {model_ref} has {tokenizer.n_vocab} ids, its config.json vocab_size {config.vocab}",
-                "a tokenizer whose ids the model knows",
-                "use the tokenizer files that belong to the model",
-            )
+        tokenizer.check_model(config.vocab)
         renderer = renderer_for(config.model_type, tokenizer)
         if len(devices) > 1 or launched() is not None:
             how: dict[str, Any] = {"device": device, "dtype": dtype, "window": window}

@@ -5,19 +5,20 @@ Format: 8 bytes little-endian header length, JSON header, tensor bytes without g
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from k3cli.errors import ModelError
 from k3cli.model.blocks import Weights
 from k3cli.model.config import ModelConfig
+from k3cli.model_files import lies_there, parse_object, read_object, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -25,6 +26,7 @@ PREFIX = "language_model."
 VISION = ("vision_tower.", "mm_projector.")
 KEPT_FP32 = ("A_log", "dt_bias", "_conv1d.weight", "o_norm.weight", "e_score_correction_bias")
 HEADER_LIMIT = 100 << 20
+MOST_DIMENSIONS = 8
 DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -124,6 +126,7 @@ def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
                     AGAIN,
                 )
             found[entry.name] = entry, shard.path
+    _as_many(found, config)
     expected = expected_tensors(config)
     _same_names(found, expected)
     for name, (entry, file) in found.items():
@@ -135,6 +138,18 @@ def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
                 f"tensor {name} in {file.name} has dtype {entry.dtype}", f"dtype {' or '.join(want.dtypes)}", AGAIN
             )
     return Checkpoint(path, tuple(shards))
+
+
+def _as_many(found: Mapping[str, Any], config: ModelConfig) -> None:
+    """Refuses a config.json that counts more than the files have, before as many tensors are thought of."""
+    experts = 0 if config.moe is None else sum(config.moe_layers) * config.moe.experts
+    for many, what in ((len(config.layers), "layers"), (experts, "experts in all layers")):
+        if many > len(found):
+            raise ModelError(
+                f"config.json has {many:,} {what}, the checkpoint {len(found):,} tensors",
+                "a tensor for each at least",
+                "check that config.json and weights belong together",
+            )
 
 
 def _same_names(found: Mapping[str, Any], expected: Mapping[str, Expected]) -> None:
@@ -160,24 +175,23 @@ def _same_names(found: Mapping[str, Any], expected: Mapping[str, Expected]) -> N
 def _files(path: Path) -> dict[str, frozenset[str] | None]:
     """Shard file names with the text tensors each must hold; None when there is no index to say so."""
     index = path / INDEX
-    if not index.is_file():
+    if not lies_there(index):
         if (path / SINGLE).is_file():
             return {SINGLE: None}
         pickled = sorted(file.name for file in path.glob("*.bin")) + sorted(file.name for file in path.glob("*.pt*"))
         hint = f"; {pickled[0]} is a pickle file, which is never opened" if pickled else ""
         raise ModelError(f"no {INDEX} and no {SINGLE} in {path}{hint}", "safetensors weights")
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is damaged ({error!r})", "an object with weight_map", AGAIN) from error
+    weight_map = read_object(index, "an object with weight_map", AGAIN).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has weight_map {shown(weight_map)}", "the file of each tensor", AGAIN)
     files: dict[str, set[str]] = {}
-    for name, file in pairs:
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ModelError(f"{INDEX} names file {file!r}", "a .safetensors file in the same folder", AGAIN)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
+            raise ModelError(f"{INDEX} names file {shown(file)}", "a .safetensors file in the same folder", AGAIN)
         if not name.startswith(VISION):
             files.setdefault(file, set()).add(name.removeprefix(PREFIX))
-    absent = sorted(file for file in files if not (path / file).is_file())
+    # Also False for names that no file can have.
+    absent = sorted(file for file in files if not os.path.isfile(path / file))
     if absent:
         raise ModelError(
             f"{len(absent)} of {len(files)} weight files are missing, first {absent[0]}", f"it in {path}", AGAIN
@@ -196,15 +210,11 @@ def _read_header(file: Path, listed: frozenset[str] | None) -> Shard:
             header = stream.read(length)
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}", "a readable weight file") from error
-    try:
-        entries = [_entry(name, value) for name, value in json.loads(header).items() if name != "__metadata__"]
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"the header of {file.name} is damaged ({error!r})", "a safetensors header", AGAIN) from error
+    named = parse_object(header, f"the header of {file.name}", "a safetensors header", AGAIN)
+    entries = [_entry(name, value, file) for name, value in named.items() if name != "__metadata__"]
     entries.sort(key=lambda entry: entry.start)
     at = 0
     for entry in entries:
-        if entry.dtype not in SIZES:
-            raise ModelError(f"tensor {entry.name} in {file.name} has dtype {entry.dtype}", "BF16, F32 or U8", AGAIN)
         need = math.prod(entry.shape) * SIZES[entry.dtype]
         if entry.start != at or entry.stop - entry.start != need:
             raise ModelError(
@@ -230,10 +240,19 @@ def _cut(entries: list[Entry], available: int) -> str:
     return next(entry.name for entry in entries if entry.stop > available)
 
 
-def _entry(name: str, value: Any) -> Entry:
-    start, stop = value["data_offsets"]
-    shape = tuple(value["shape"])
-    numbers = (*shape, start, stop)
-    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in numbers):
-        raise ValueError(f"{name}: {numbers}")
-    return Entry(name.removeprefix(PREFIX), str(value["dtype"]), shape, start, stop)
+def _entry(name: str, value: Any, file: Path) -> Entry:
+    said = value if isinstance(value, dict) else {}
+    shape, offsets, dtype = said.get("shape"), said.get("data_offsets"), said.get("dtype")
+    if not _sizes(shape) or len(shape) > MOST_DIMENSIONS:
+        key, expected = "shape", f"at most {MOST_DIMENSIONS} sizes"
+    elif not _sizes(offsets) or len(offsets) != 2:
+        key, expected = "data_offsets", "two offsets"
+    elif not isinstance(dtype, str) or dtype not in SIZES:
+        key, expected = "dtype", "BF16, F32 or U8"
+    else:
+        return Entry(name.removeprefix(PREFIX), dtype, tuple(shape), *offsets)
+    raise ModelError(f"tensor {name} in {file.name} has {key} {shown(said.get(key))}", expected, AGAIN)
+
+
+def _sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in values)

@@ -6,15 +6,15 @@ does not implement is refused, never ignored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from k3cli.errors import ModelError
-from k3cli.model.config_keys import Keys, shown
+from k3cli.model.config_keys import LEAST_EPS, MOST_IDS, MOST_LAYERS, MOST_WIDTH, Keys
 from k3cli.model.config_layers import KdaConfig, MlaConfig, MoeConfig, read_kda, read_mla, read_moe
+from k3cli.model_files import lies_there, read_object, shown
 
 LayerKind = Literal["kda", "mla"]
 
@@ -66,19 +66,11 @@ class ModelConfig:
     def from_dir(path: Path | str) -> ModelConfig:
         """Reads `path`/config.json. Raises ModelError."""
         file = Path(path) / "config.json"
-        try:
-            raw = json.loads(file.read_bytes())
-        except FileNotFoundError:
+        if not lies_there(file):
             raise ModelError(
                 f"no config.json in {path}", "a model folder", "pass --model a folder with config.json and safetensors"
-            ) from None
-        except OSError as error:
-            raise ModelError(f"cannot read {file}: {error.strerror}", "a readable config.json") from error
-        except (ValueError, RecursionError) as error:
-            raise ModelError(
-                f"{file} is not JSON: {error}", "the model's config.json", "fetch the file again"
-            ) from error
-        return ModelConfig.from_dict(raw)
+            )
+        return ModelConfig.from_dict(read_object(file, "the model's config.json", "fetch the file again"))
 
     @staticmethod
     def from_dict(raw: Any, file: str = "config.json") -> ModelConfig:
@@ -97,10 +89,12 @@ def _resolve(raw: Mapping[str, Any], file: str) -> ModelConfig:
     if model_type not in known:
         raise ModelError(f"unknown architecture: {file} model_type = {shown(model_type)}", " or ".join(known))
     for keys in (top, text) if nested else (top,):
-        names = keys.get("architectures") or []
-        unknown = [name for name in names if name not in ARCHITECTURES]
+        names = keys.get("architectures")
+        if names is not None and not isinstance(names, list):
+            raise keys.refused("architectures", "a list of names")
+        unknown = [name for name in names or () if name not in ARCHITECTURES]
         if unknown:
-            raise ModelError(f"unknown architecture {unknown[0]}", " or ".join(ARCHITECTURES))
+            raise ModelError(f"unknown architecture {shown(unknown[0])}", " or ".join(ARCHITECTURES))
     text.only("model_type", TEXT_TYPES)
     for key in FOREIGN_ATTENTION:
         if text.get(key):
@@ -114,27 +108,29 @@ def _resolve(raw: Mapping[str, Any], file: str) -> ModelConfig:
     text.only("attention_bias", (False, None))
     text.only("num_nextn_predict_layers", (0, None))
 
-    hidden = text.integer("hidden_size")
+    hidden = text.integer("hidden_size", most=MOST_WIDTH)
     layers = _layer_kinds(text)
     moe_layers = _moe_layers(text, len(layers))
     limit_key = "max_position_embeddings" if text.get("max_position_embeddings") is not None else "model_max_length"
-    stored = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or "bfloat16"
+    named = ((text, "dtype"), (text, "torch_dtype"), (top, "dtype"))
+    keys, key = next(((keys, key) for keys, key in named if keys.get(key) is not None), named[0])
+    stored = "bfloat16" if keys.get(key) is None else keys.get(key)
     if stored not in DTYPES:
-        raise ModelError(f"unsupported {text.name('dtype')} = {shown(stored)}", " or ".join(DTYPES))
+        raise ModelError(f"unsupported {keys.name(key)} = {shown(stored)}", " or ".join(DTYPES))
     block = text.get("attn_res_block_size")
     return ModelConfig(
         model_type=str(model_type),
         hidden=hidden,
-        vocab=text.integer("vocab_size"),
-        context_limit=text.integer(limit_key),
-        norm_eps=text.number("rms_norm_eps"),
-        intermediate=text.integer("intermediate_size"),
+        vocab=text.integer("vocab_size", most=MOST_IDS),
+        context_limit=text.integer(limit_key, most=MOST_IDS),
+        norm_eps=text.number("rms_norm_eps", least=LEAST_EPS, most=1),
+        intermediate=text.integer("intermediate_size", most=MOST_WIDTH),
         layers=layers,
         moe_layers=moe_layers,
         kda=read_kda(text),
         mla=read_mla(text),
         moe=read_moe(text) if any(moe_layers) else None,
-        attn_res_block=None if block is None else text.integer("attn_res_block_size"),
+        attn_res_block=None if block is None else text.integer("attn_res_block_size", most=MOST_LAYERS),
         situ=_activation(text),
         stored_dtype=stored,
         nested=nested,
@@ -142,7 +138,7 @@ def _resolve(raw: Mapping[str, Any], file: str) -> ModelConfig:
 
 
 def _layer_kinds(text: Keys) -> tuple[LayerKind, ...]:
-    count = text.integer("num_hidden_layers")
+    count = text.integer("num_hidden_layers", most=MOST_LAYERS)
     linear = text.section("linear_attn_config")
     listed: dict[str, set[int]] = {}
     for key in ("kda_layers", "full_attn_layers"):
@@ -180,5 +176,8 @@ def _activation(text: Keys) -> tuple[float, float] | None:
     if kind == "silu":
         return None
     if kind == "situ":
-        return text.number("activation_situ_beta"), text.number("activation_situ_linear_beta")
+        beta, linear = (
+            text.number(key, least=1e-6, most=1e6) for key in ("activation_situ_beta", "activation_situ_linear_beta")
+        )
+        return beta, linear
     raise ModelError(f"unsupported {text.name('hidden_act')} = {shown(kind)}", '"situ" or "silu"')

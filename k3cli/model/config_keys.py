@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from k3cli.errors import ModelError
+from k3cli.model_files import shown
 
 LARGEST = sys.float_info.max
+MOST_LAYERS, MOST_ROWS, MOST_HEADS, MOST_EXPERTS = 1024, 1024, 1 << 16, 1 << 16
+MOST_WIDTH, MOST_IDS = 1 << 20, (1 << 31) - 1
+"""Bounds of what a config.json may say: far beyond any model, and low enough that what a wrong number makes is refused,
+not allocated, and that sizes of tensors are numbers a machine can hold."""
+LEAST_EPS = 1e-12
+"""Below it, or at none, a row of zeros has no norm."""
 
 
 class Keys:
@@ -78,8 +84,3 @@ class Keys:
         if key in self.values and value not in allowed:
             wanted = " or ".join(shown(item) for item in allowed)
             raise ModelError(f"unsupported {self.name(key)} = {shown(value)}", wanted, "use a model of the K3 family")
-
-
-def shown(value: Any) -> str:
-    """A value as messages show it."""
-    return "missing" if value is None else json.dumps(value)[:80]

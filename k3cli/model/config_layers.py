@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from k3cli.errors import ModelError
-from k3cli.model.config_keys import Keys, shown
+from k3cli.model.config_keys import LEAST_EPS, MOST_EXPERTS, MOST_HEADS, MOST_ROWS, MOST_WIDTH, Keys
+from k3cli.model_files import shown
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,16 @@ def read_kda(text: Keys) -> KdaConfig:
     """The KDA layers by `linear_attn_config`. Raises ModelError naming the key."""
     linear = text.section("linear_attn_config")
     bound = linear.get("gate_lower_bound")
-    if bound is not None and linear.number("gate_lower_bound") >= 0:
+    if bound is not None and linear.number("gate_lower_bound", least=-1e4, most=0) == 0:
         raise linear.refused("gate_lower_bound", "a negative number (log decay)")
     for key in ("head_k_dim", "head_v_dim"):
         linear.only(key, (linear.get("head_dim"), None))
     for key in ("num_k_heads", "num_v_heads"):
         linear.only(key, (linear.get("num_heads"), None))
     return KdaConfig(
-        heads=linear.integer("num_heads"),
-        head_dim=linear.integer("head_dim"),
-        conv_width=linear.integer("short_conv_kernel_size", least=2),
+        heads=linear.integer("num_heads", most=MOST_HEADS),
+        head_dim=linear.integer("head_dim", most=MOST_WIDTH),
+        conv_width=linear.integer("short_conv_kernel_size", least=2, most=MOST_ROWS),
         full_rank_gate=linear.flag("use_full_rank_gate", False),
         gate_lower_bound=None if bound is None else float(bound),
     )
@@ -91,17 +92,17 @@ def read_mla(text: Keys) -> MlaConfig:
     text.only("rope_scaling", (None,))
     if not text.flag("mla_use_nope", False):
         raise text.refused("mla_use_nope", "true (no rotation)")
-    heads = text.integer("num_attention_heads")
+    heads = text.integer("num_attention_heads", most=MOST_HEADS)
     text.only("num_key_value_heads", (heads, None))
     return MlaConfig(
         heads=heads,
-        q_rank=None if text.get("q_lora_rank") is None else text.integer("q_lora_rank"),
-        kv_rank=text.integer("kv_lora_rank"),
-        nope_dim=text.integer("qk_nope_head_dim"),
-        pe_dim=text.integer("qk_rope_head_dim"),
-        v_dim=text.integer("v_head_dim"),
+        q_rank=None if text.get("q_lora_rank") is None else text.integer("q_lora_rank", most=MOST_WIDTH),
+        kv_rank=text.integer("kv_lora_rank", most=MOST_WIDTH),
+        nope_dim=text.integer("qk_nope_head_dim", most=MOST_WIDTH),
+        pe_dim=text.integer("qk_rope_head_dim", most=MOST_WIDTH),
+        v_dim=text.integer("v_head_dim", most=MOST_WIDTH),
         output_gate=text.flag("mla_use_output_gate", False),
-        latent_norm_eps=text.number("mla_latent_norm_eps", 1e-6),
+        latent_norm_eps=text.number("mla_latent_norm_eps", 1e-6, least=LEAST_EPS, most=1),
     )
 
 
@@ -109,7 +110,7 @@ def read_moe(text: Keys) -> MoeConfig:
     """The mixture of experts of a model that has one. Raises ModelError naming the key."""
     text.only("moe_router_activation_func", ("sigmoid",))
     text.only("topk_method", ("noaux_tc", None))
-    experts = text.integer("num_experts")
+    experts = text.integer("num_experts", most=MOST_EXPERTS)
     key = "num_experts_per_token" if text.get("num_experts_per_token") is not None else "num_experts_per_tok"
     top_k = text.integer(key)
     grouped = text.flag("use_grouped_topk", False)
@@ -120,10 +121,10 @@ def read_moe(text: Keys) -> MoeConfig:
             f"{text.file} asks for the best {top_k} of {experts} experts in {top_groups} of {groups} groups",
             "groups that divide the experts and hold enough of them",
         )
-    width = text.integer("moe_intermediate_size")
+    width = text.integer("moe_intermediate_size", most=MOST_WIDTH)
     latent = text.get("routed_expert_hidden_size")
     packed = _packed_experts(text)
-    inner = text.integer("hidden_size") if latent is None else text.integer("routed_expert_hidden_size")
+    inner = text.integer("hidden_size" if latent is None else "routed_expert_hidden_size", most=MOST_WIDTH)
     if packed and (inner % 32 or width % 32):
         raise ModelError(f"{text.file} expert sizes {inner} and {width} with MXFP4 weights", "multiples of 32")
     return MoeConfig(
@@ -132,9 +133,9 @@ def read_moe(text: Keys) -> MoeConfig:
         groups=groups,
         top_groups=top_groups,
         renormalize=text.flag("moe_renormalize", True),
-        scale=text.number("routed_scaling_factor", 1.0),
+        scale=text.number("routed_scaling_factor", 1.0, least=1e-6, most=1e6),
         intermediate=width,
-        shared=width * text.integer("num_shared_experts", default=0, least=0),
+        shared=width * text.integer("num_shared_experts", default=0, least=0, most=MOST_ROWS),
         latent=None if latent is None else inner,
         latent_norm=latent is not None and text.flag("latent_moe_use_norm", False),
         packed=packed,

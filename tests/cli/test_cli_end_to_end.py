@@ -80,7 +80,9 @@ def test_sampling_comes_from_the_model_unless_asked(run, tiny, tmp_path) -> None
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.5, 0.8, 0)
 
 
-@pytest.mark.parametrize("text", ['{"temperature": -1}', "[1]", "{"])
+@pytest.mark.parametrize(
+    "text", ['{"temperature": -1}', '{"do_sample": "no"}', f'{{"top_p": {"[" * 900}{"]" * 900}}}', "[1]", "{"]
+)
 def test_a_bad_generation_config_is_refused(tmp_path, text) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match="generation_config"):

@@ -127,7 +127,7 @@ def test_loading_refuses_what_does_not_belong_together(tiny_model, tmp_path) -> 
         Engine.load(folder, window=0)
     with (folder / "tiktoken.model").open("a") as ranks:
         ranks.write("YWI= 256\n")
-    with pytest.raises(ModelError, match=r"tokenizer of .* has 513 ids, its config.json vocab_size 512"):
+    with pytest.raises(ModelError, match=r"tokenizer has 513 ids, config.json a vocab_size of 512"):
         Engine.load(folder)
     with pytest.raises(ModelError, match="no folder"):
         Engine.load(tmp_path / "nowhere")

@@ -101,6 +101,21 @@ def test_switches_follow_their_keys(k3_config: dict):
         ("rms_norm_eps", None),
         ("rms_norm_eps", math.nan),
         ("rms_norm_eps", 10**400),
+        ("rms_norm_eps", -1e-5),
+        ("rms_norm_eps", 0),
+        ("routed_scaling_factor", -2.5),
+        ("activation_situ_beta", 0),
+        ("dtype", {}),
+        ("architectures", 5),
+        ("architectures", "KimiLinearForCausalLM"),
+        ("architectures", {}),
+        ("hidden_size", 10**12),
+        ("num_hidden_layers", 10**12),
+        ("num_attention_heads", 10**12),
+        ("kv_lora_rank", 10**12),
+        ("num_experts", 10**12),
+        ("moe_intermediate_size", 10**12),
+        ("max_position_embeddings", 10**12),
         ("dtype", "float16"),
         ("model_type", "llama"),
         ("linear_attn_config", None),
@@ -111,6 +126,23 @@ def test_switches_follow_their_keys(k3_config: dict):
 def test_unsupported_values_name_their_key(k3_config: dict, key: str, value: object):
     k3_config["text_config"][key] = value
     refused(k3_config, f"text_config.{key}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("head_dim", 10**12), ("num_heads", 10**12), ("short_conv_kernel_size", 10**12), ("gate_lower_bound", -1e300)],
+)
+def test_numbers_beyond_any_model_are_refused(k3_config: dict, key: str, value: float):
+    k3_config["text_config"]["linear_attn_config"][key] = value
+    refused(k3_config, f"linear_attn_config.{key} is -1" if value < 0 else f"linear_attn_config.{key} is 1000")
+
+
+def test_nesting_that_can_be_read_and_not_written_is_shown_all_the_same(k3_config: dict):
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    k3_config["text_config"]["hidden_size"] = deep
+    refused(k3_config, "text_config.hidden_size is nested too deep")
 
 
 def test_layer_lists_cover_each_layer_once(k3_config: dict):

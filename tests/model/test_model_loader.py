@@ -120,19 +120,63 @@ def test_damaged_header(folder: Path, refused):
     body = bytearray(file.read_bytes())
     body[8] = ord("x")
     file.write_bytes(body)
-    refused(file.name, "header", "damaged")
+    refused(file.name, "header", "not JSON")
 
 
-def test_overlapping_offsets(folder: Path, refused):
+def rewrite(folder: Path, change: Callable[[dict, str], str | None]) -> str:
+    """Changes the header of the first file: change(header, its last tensor) may return the text. Returns that name."""
     file = sorted(folder.glob("*.safetensors"))[0]
     body = file.read_bytes()
     (length,) = struct.unpack("<Q", body[:8])
     header = json.loads(body[8 : 8 + length])
     victim = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][0])
-    header[victim]["data_offsets"] = [x - 4 for x in header[victim]["data_offsets"]]
-    text = json.dumps(header).encode()
+    text = (change(header, victim) or json.dumps(header)).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + body[8 + length :])
+    return victim
+
+
+def test_overlapping_offsets(folder: Path, refused):
+    def overlap(header: dict, victim: str) -> None:
+        header[victim]["data_offsets"] = [x - 4 for x in header[victim]["data_offsets"]]
+
+    victim = rewrite(folder, overlap)
     refused(victim.removeprefix("language_model."), "takes bytes")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shape", "x" * 10**6),
+        ("shape", [1] * 10**5),
+        ("shape", [True]),
+        ("shape", [-1]),
+        ("shape", [10**400]),
+        ("data_offsets", [0, 4, 8]),
+        ("data_offsets", None),
+        ("dtype", ["BF16"]),
+        ("dtype", "Q" * 10**6),
+    ],
+)
+def test_a_header_that_says_something_odd_names_tensor_and_key(folder: Path, refused, key: str, value: object):
+    victim = rewrite(folder, lambda header, name: header[name].update({key: value}))
+    refused(victim, f" has {key} ")
+    with pytest.raises(ModelError) as error:
+        load_model(folder)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_header_that_says_something_twice(folder: Path, refused, whole: bool):
+    """Which of the two counts, readers don't agree on."""
+
+    def twice(header: dict, victim: str) -> str:
+        text, entry = json.dumps(header), json.dumps(header[victim])
+        if whole:
+            return f"{text[:-1]}, {json.dumps(victim)}: {entry}}}"
+        return text.replace(entry, f'{entry[:-1]}, "dtype": "F32"}}')
+
+    victim = rewrite(folder, twice)
+    refused("header", "twice", victim if whole else '"dtype"')
 
 
 def test_missing_shard(folder: Path, refused):
@@ -149,11 +193,24 @@ def test_index_that_lies(folder: Path, refused):
     refused("model.embed_tokens.weight", INDEX)
 
 
-def test_index_that_leaves_the_folder(folder: Path, refused):
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "x" * 10**6, ["a.safetensors"], None])
+def test_index_that_leaves_the_folder(folder: Path, refused, name: object):
     index = json.loads((folder / INDEX).read_text())
-    index["weight_map"][EMBED] = "../elsewhere.safetensors"
+    index["weight_map"][EMBED] = name
     (folder / INDEX).write_text(json.dumps(index))
-    refused("../elsewhere.safetensors", "same folder")
+    refused("names file", json.dumps(name)[1:20] if name else "missing", "same folder")
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_file(folder: Path, refused):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][EMBED] = "y" * 300 + ".safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    refused("1 of 4 weight files are missing", "yyyy")
+
+
+def test_an_index_without_files(folder: Path, refused):
+    (folder / INDEX).write_text('{"weight_map": {}}')
+    refused(INDEX, "weight_map {}")
 
 
 def test_pickle_is_never_opened(folder: Path, refused):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from k3cli.engine.drafting.drafter import Drafter
 from k3cli.engine.drafting.suffix import SuffixDrafter
 from k3cli.errors import UsageError
+from k3cli.model_files import lies_there
 
 if TYPE_CHECKING:
     from k3cli.model.dspark.network import DraftModel
@@ -47,7 +48,7 @@ def choose(spec: str, reason: str = "", model: Path | None = None) -> Choice:
     """
     kind, _, folder = spec.partition(":")
     if kind == "auto" and not folder:
-        if model is not None and (model / OWN_DRAFT / "config.json").is_file():
+        if model is not None and lies_there(model / OWN_DRAFT):
             return Choice("both", "", f"auto: long matches, and the model's own draft ({OWN_DRAFT}/) where text is new")
         return Choice("suffix", "", "auto: the model has no draft of its own; matches in the text need no weights")
     if kind in ("off", "suffix") and not folder:
@@ -83,10 +84,10 @@ def drafter_maker(
 def draft_folder(choice: Choice, model: Path) -> Path:
     """The checkpoint of a "dspark" or "both" choice: what it names, or the model's own.
 
-    UsageError when there is none.
+    UsageError when there is none. What is there may be damaged.
     """
     folder = Path(choice.folder).expanduser() if choice.folder else model / OWN_DRAFT
-    if not (folder / "config.json").is_file():
+    if not lies_there(folder / "config.json" if choice.folder else folder):
         found = f"no draft in {folder}" if choice.folder else f"{model.name} has no draft of its own ({OWN_DRAFT}/)"
         raise UsageError(
             f"spec is {choice.kind}: {found}", f"{choice.kind}:DIR with a DSpark checkpoint, auto, off or suffix"

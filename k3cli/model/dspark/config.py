@@ -6,22 +6,18 @@ norms on queries and keys (rotation of halves). Both read the same taps and end 
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from k3cli.errors import ModelError
 from k3cli.model.config import ModelConfig
-from k3cli.model.config_keys import Keys
+from k3cli.model.config_keys import LEAST_EPS, MOST_HEADS, MOST_IDS, MOST_LAYERS, MOST_ROWS, MOST_WIDTH, Keys
+from k3cli.model_files import read_object, shown
 
 DEFAULT_BLOCK = 7
 """Rows of a block where config.json has no block_size: what the published MLA draft was trained with."""
-MOST_LAYERS, MOST_ROWS, MOST_HEADS, MOST_WIDTH, MOST_IDS = 1024, 1024, 1 << 16, 1 << 20, (1 << 31) - 1
-"""Bounds of what a config.json may say: far beyond any draft, and low enough that what a wrong number makes is refused,
-not allocated."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +74,7 @@ class DraftConfig:
     def from_dir(path: Path | str) -> DraftConfig:
         """Reads `path`/config.json. Raises ModelError."""
         file = Path(path) / "config.json"
-        try:
-            raw = json.loads(file.read_bytes())
-        except (OSError, ValueError, RecursionError) as problem:
-            raise ModelError(f"{file}: {problem}", "the config.json of a DSpark draft") from None
-        if not isinstance(raw, Mapping):
-            raise ModelError(f"{file} holds no object", "the config.json of a DSpark draft")
+        raw = read_object(file, "the config.json of a DSpark draft")
         return _resolve(Keys(raw, file=str(file), do="use a DSpark draft's own file"))
 
     def check_target(self, target: ModelConfig) -> None:
@@ -105,10 +96,12 @@ class DraftConfig:
 def _resolve(keys: Keys) -> DraftConfig:
     kind = keys.get("model_type")
     if kind not in ("k3_dspark", "qwen3") or (kind == "qwen3" and keys.get("dflash_config") is None):
-        raise ModelError(f"unknown draft: {keys.file} model_type = {kind!r}", "k3_dspark, or qwen3 with dflash_config")
+        raise ModelError(
+            f"unknown draft: {keys.file} model_type = {shown(kind)}", "k3_dspark, or qwen3 with dflash_config"
+        )
     head_type = "vanilla" if keys.get("markov_head_type") is None else keys.get("markov_head_type")
     if head_type != "vanilla":
-        raise ModelError(f"unsupported {keys.file} markov_head_type = {head_type!r}", '"vanilla"')
+        raise ModelError(f"unsupported {keys.file} markov_head_type = {shown(head_type)}", '"vanilla"')
     heads = keys.integer("num_attention_heads", most=MOST_HEADS)
     shared: dict[str, Any] = {
         "hidden": keys.integer("hidden_size", most=MOST_WIDTH),
@@ -116,7 +109,7 @@ def _resolve(keys: Keys) -> DraftConfig:
         "layers": keys.integer("num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
         "vocab": keys.integer("vocab_size", most=MOST_IDS),
-        "eps": keys.number("rms_norm_eps", least=1e-12, most=1),
+        "eps": keys.number("rms_norm_eps", least=LEAST_EPS, most=1),
         "block": keys.integer("block_size", most=MOST_ROWS, default=DEFAULT_BLOCK),
         "markov_rank": keys.integer("markov_rank", most=MOST_WIDTH),
         "confidence": keys.flag("enable_confidence_head", True),
@@ -185,7 +178,7 @@ def _rope(keys: Keys, dim: int, *, interleaved: bool) -> tuple[Rope, float]:
     if kind == "default":
         return Rope(dim, theta, interleaved), 1.0
     if kind != "yarn":
-        raise ModelError(f"unsupported {keys.file} rope_type = {kind!r}", '"yarn" or "default"')
+        raise ModelError(f"unsupported {keys.file} rope_type = {shown(kind)}", '"yarn" or "default"')
     factor = values.number("factor", least=1, most=1e6)
     logged = 0.1 * math.log(factor)
 

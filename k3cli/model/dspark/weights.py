@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -94,14 +96,9 @@ def load_draft(path: Path | str, target: ModelConfig, embed: Tensor, head: Tenso
     a draft made for another target.
     """
     path = Path(path)
-    config = DraftConfig.from_dir(path)
-    config.check_target(target)
-    expected = expected_shapes(config)
-    found = dict(_read(path, expected, head))
-    missing = sorted(set(expected) - set(found))
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ModelError(f"tensor {missing[0]}{more} is missing from the draft in {path}", "it there", AGAIN)
+    config = check_draft(path, target)
+    stored = _each(path, lambda file, name: file.get_tensor(name).to(head.device, head.dtype))
+    found: dict[str, Tensor] = {name: tensor for _, name, tensor in stored}
     layers = tuple(
         DraftLayer(**{field: found[f"layers.{i}.{name}"] for field, name in layer_names(config).items()})
         for i in range(config.layers)
@@ -112,10 +109,29 @@ def load_draft(path: Path | str, target: ModelConfig, embed: Tensor, head: Tenso
     return DraftModel(config, weights, embed, head, _digest(path))
 
 
+def check_draft(path: Path, target: ModelConfig) -> DraftConfig:
+    """The configuration of a draft in a folder, which suits the target, and whose files have headers that suit it.
+
+    Raises ModelError.
+    """
+    config = DraftConfig.from_dir(path)
+    config.check_target(target)
+    expected = expected_shapes(config)
+    found: set[str] = set()
+    for file, name, shape in _each(path, lambda file, name: tuple(file.get_slice(name).get_shape())):
+        _check(name, shape, expected, file)
+        found.add(name)
+    missing = sorted(set(expected) - found)
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ModelError(f"tensor {missing[0]}{more} is missing from the draft in {path}", "it there", AGAIN)
+    return config
+
+
 def _digest(path: Path) -> str:
     """Hex SHA-256 over config and weights; files that were hashed before, here or elsewhere, are not read for it."""
     cache, found = DigestCache(), []
-    for file in sorted(path.glob("*.safetensors")):
+    for file in _files(path):
         status = file.stat()
         known = cache.get(status)
         if known is None:
@@ -128,18 +144,24 @@ def _digest(path: Path) -> str:
     return combine((path / "config.json").read_bytes(), found).removeprefix("sha256:")
 
 
-def _read(path: Path, expected: Shapes, like: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _files(path: Path) -> list[Path]:
+    """The weight files in a folder, regular ones: opening a pipe would wait for its writer. Raises ModelError."""
     files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"no .safetensors file in {path}", "a DSpark draft's weights", AGAIN)
-    for file in files:
+    odd = next((file for file in files if not os.path.isfile(file)), None)
+    if odd is not None or not files:
+        found = f"no .safetensors file in {path}" if odd is None else f"{odd} is no file"
+        raise ModelError(found, "a DSpark draft's weights", AGAIN)
+    return files
+
+
+def _each(path: Path, look: Callable[[Any, str], Any]) -> Iterator[tuple[Path, str, Any]]:
+    """(file, name, what `look` gets of the open file by that name) for each tensor that is used. Raises ModelError."""
+    for file in _files(path):
         try:
             with safe_open(file, framework="pt") as stored:
-                names = [name for name in stored.keys() if not name.endswith(NOT_USED)]  # noqa: SIM118
-                for name in names:
-                    _check(name, tuple(stored.get_slice(name).get_shape()), expected, file)
-                for name in names:
-                    yield name, stored.get_tensor(name).to(like.device, like.dtype)
+                for name in stored.keys():  # noqa: SIM118
+                    if not name.endswith(NOT_USED):
+                        yield file, name, look(stored, name)
         except (SafetensorError, OSError) as problem:
             raise ModelError(f"{file} cannot be read ({problem})", "a safetensors file", AGAIN) from None
 
