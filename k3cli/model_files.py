@@ -1,4 +1,4 @@
-"""Small files of a model's folder, read whole: regular files of bounded size, JSON objects that say each thing once.
+"""A model's folder and its small files, read whole: regular ones of bounded size, objects that say each thing once.
 
 A folder may come from anywhere, half fetched or made by hand: whatever lies in it ends in one line, never in a wait, in
 memory taken without bounds, or in a value that two readers would read differently.
@@ -18,9 +18,23 @@ LARGEST = 256 << 20
 """Bytes of a file that is read whole: an index of K3's half a million tensors takes 58 MB."""
 
 
+def path_of(text: str) -> Path:
+    """A path as people write it. The home folder of a user whom nobody knows stays as it is: it will not be found."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
 def lies_there(file: Path) -> bool:
-    """Whether the folder has something of this name, be it a link to nothing."""
-    return os.path.lexists(file)
+    """Whether the folder has something of this name, be it a link to nothing. A folder that won't tell may have it."""
+    try:
+        os.lstat(file)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+        return False
+    except OSError:
+        pass  # whoever reads it will say why not
+    return True
 
 
 def read_file(file: Path, expected: str, do: str | None = None) -> bytes:

@@ -6,25 +6,26 @@ import os
 from pathlib import Path
 
 from k3cli.errors import ModelError
+from k3cli.model_files import path_of
 
 
 def hub_cache() -> Path:
     """The hub cache as Hugging Face's own variables say, read now (not when their library was imported)."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
-            return Path(os.environ[name]).expanduser()
+            return path_of(os.environ[name])
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
-    return Path(home).expanduser() / "hub"
+    return path_of(home) / "hub"
 
 
 def resolve_model(ref: str | Path) -> Path:
     """The folder of a model. `ref`: a path, or OWNER/NAME with an optional @REVISION. Raises ModelError."""
     text = str(ref)
-    path = Path(text).expanduser()
-    if path.is_dir():
+    path = path_of(text)
+    if os.path.isdir(path):  # False for names that no file can have, too
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise ModelError(f"--model {text} is a file", "a folder with config.json and safetensors", "pass its folder")
     owner_name, _, revision = text.partition("@")
     if text.startswith((".", "/", "~")) or os.sep in owner_name.replace("/", "", 1) or "/" not in owner_name:

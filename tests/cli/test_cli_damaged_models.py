@@ -81,6 +81,15 @@ def test_a_draft_of_the_models_own_that_cannot_be_read_is_told(k3: Run, folder: 
     assert "dspark/config.json cannot be read" in looked.out
 
 
+@pytest.mark.parametrize("name", ["~nobody-has-this-name/model", "y" * 300, "y" * 300 + ".json", "a\ud800b"])
+def test_a_folder_that_nobody_can_have_is_no_model(k3: Run, name: str) -> None:
+    refused = k3("plan", name)
+    assert (refused.code, refused.err.count("\n")) == (3, 1)
+    drafted = k3("chat", "--spec", f"dspark:{name}", "-p", "x")
+    assert drafted.code in (2, 3)
+    assert drafted.err.count("error: ") == 1
+
+
 def test_what_a_file_holds_is_shown_in_one_line_of_bounded_length() -> None:
     problem = K3Error("it has \x1b[31m\ud800\n\t" + "x" * 10**6 + " at the end", "no\r\nsuch thing", "drop\x00 it")
     assert str(problem).startswith("it has \\x1b[31m\\ud800 xxxx")

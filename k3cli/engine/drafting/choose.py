@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from k3cli.engine.drafting.drafter import Drafter
 from k3cli.engine.drafting.suffix import SuffixDrafter
 from k3cli.errors import UsageError
-from k3cli.model_files import lies_there
+from k3cli.model_files import lies_there, path_of
 
 if TYPE_CHECKING:
     from k3cli.model.dspark.network import DraftModel
@@ -86,7 +86,7 @@ def draft_folder(choice: Choice, model: Path) -> Path:
 
     UsageError when there is none. What is there may be damaged.
     """
-    folder = Path(choice.folder).expanduser() if choice.folder else model / OWN_DRAFT
+    folder = path_of(choice.folder) if choice.folder else model / OWN_DRAFT
     if not lies_there(folder / "config.json" if choice.folder else folder):
         found = f"no draft in {folder}" if choice.folder else f"{model.name} has no draft of its own ({OWN_DRAFT}/)"
         raise UsageError(
