@@ -14,7 +14,7 @@ from k3_sessions.types import Identity, RestoredState, StateLayout
 
 import k3cli
 from k3cli.engine.drafting.choose import OFF, Choice, draft_folder, drafter_maker
-from k3cli.engine.drafting.policy import Costs
+from k3cli.engine.drafting.costs import Costs
 from k3cli.engine.drafting.rehearsal import time_draft, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.timeline import Timeline

@@ -10,8 +10,9 @@ from k3cli.engine import events as ev
 from k3cli.engine.conversation import Conversation
 from k3cli.engine.drafting.both import BothDrafter
 from k3cli.engine.drafting.choose import choose, draft_folder
+from k3cli.engine.drafting.costs import Costs
 from k3cli.engine.drafting.drafter import Draft
-from k3cli.engine.drafting.policy import Costs, Policy
+from k3cli.engine.drafting.policy import Policy
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.drafting.suffix import SuffixDrafter
 from k3cli.engine.replay import replay

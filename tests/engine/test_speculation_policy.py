@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from k3cli.engine.drafting.costs import DOUBT, UNKNOWN, WARM, Costs
 from k3cli.engine.drafting.drafter import Draft
-from k3cli.engine.drafting.policy import DEAR, DOUBT, FREE, SHARE, UNKNOWN, WARM, Costs, Policy
+from k3cli.engine.drafting.policy import DEAR, FREE, SHARE, Policy
 from k3cli.engine.drafting.rehearsal import FIRST, TIMED, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.errors import FitError

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from k3cli.engine.drafting.costs import Costs
 from k3cli.engine.drafting.drafter import NOTHING, Draft, Drafter
-from k3cli.engine.drafting.policy import Costs, Policy
+from k3cli.engine.drafting.policy import Policy
 
 if TYPE_CHECKING:
     from k3cli.engine.sampling import Sampling
