@@ -116,6 +116,8 @@ def _listed(path: Path, n_ranks: int) -> dict[int, str] | None:
         name = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not name:
             raise ModelError(f"{path}: added_tokens_decoder entry {key!r} has no content", "a non-empty token name")
+        if any("\ud800" <= char <= "\udfff" for char in name):
+            raise ModelError(f"{path}: special token {name!r} has half a character", "a name that UTF-8 can hold")
         token = int(key) if key.isascii() and key.isdigit() and len(key) <= MOST_DIGITS else -1
         if not n_ranks <= token < n_ranks + N_SPECIALS:
             raise ModelError(

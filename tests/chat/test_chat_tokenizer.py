@@ -115,6 +115,7 @@ def test_tokenizer_config_decides_names_and_ids(vocab_dir: Path) -> None:
         ({"BASE": "<|open|>", "0BASE": "<|close|>"}, "lists an id twice"),
         ({"BASE": "<|reserved_token_BASE+1|>", **K3_BY_ID}, "name of another reserved id"),
         ({"BASE": "", "BASE+1": "<|open|>"}, "no content"),
+        ({"BASE": "\ud800<|x|>", **K3_BY_ID}, "has half a character"),
         ({"BASE": "<|open|>"}, "no complete set of chat marks"),
     ],
 )
