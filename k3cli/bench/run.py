@@ -100,7 +100,7 @@ def subject(
             return loaded.model, loaded.weights_digest, peers.close
 
         return Subject(folder.resolve().name, config, config, place, world, load)
-    folder, whole = configuration(settings.model or "k3")
+    path, whole = configuration(settings.model or "k3")
     part = slice_config(whole, layers)
     check_world(part, world)
 
@@ -108,10 +108,11 @@ def subject(
         if world == 1:
             return random_model(part, place, kind, window), RANDOM, _nothing
         more: Any = {"device": settings.device, "dtype": _word(kind), "window": window, "tell": tell}
-        model, peers = slice_ranks(folder, part, devices, **more)
+        model, peers = slice_ranks(path, part, devices, **more)
         return model, RANDOM, peers.close
 
-    name = "k3" if folder == K3_SHAPE else folder.resolve().name
+    folder = path.parent if path.suffix == ".json" else path
+    name = "k3" if path == K3_SHAPE else folder.resolve().name
     return Subject(f"{name}, slice of {layers} layers, random weights", whole, part, place, world, make)
 
 

@@ -58,15 +58,15 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, 
     return K3Model(config, weights, device, dtype, window)
 
 
-def random_part(folder: Path, layers: int, dtype: str, window: int, world: World) -> K3Model:
-    """One rank's part of such a slice of the model whose config.json is in `folder`; every rank makes the same call.
+def random_part(model: Path, layers: int, dtype: str, window: int, world: World) -> K3Model:
+    """One rank's part of such a slice of a model (folder, or config.json of any name); every rank makes the same call.
 
     What all ranks hold is the same on all of them. FitError, on all ranks, when it can't fit on one.
     """
     rank, size, place = world.rank, world.size, world.device
 
     def prepare() -> tuple[ModelConfig, torch.dtype]:
-        config = slice_config(ModelConfig.from_dir(folder), layers)
+        config = slice_config(ModelConfig.from_path(model), layers)
         return config, choose_dtype(dtype, place, config)[0]
 
     def make() -> Weights:

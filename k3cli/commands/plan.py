@@ -64,7 +64,8 @@ def command(
 
     settings = settings_from({"model": model, "dtype": dtype})
     printer = Printer(json=json)
-    folder, config = configuration(settings.model_ref)
+    path, config = configuration(settings.model_ref)
+    folder = path.parent if path.suffix == ".json" else path
     shards = [file for file in folder.glob("*.safetensors") if os.path.isfile(file)] if folder.is_dir() else []
     sizes = (_size("--ram", ram), _size("--disk", disk), _size("--disk-rate", disk_rate))
     if sizes[2] == 0:
@@ -94,19 +95,15 @@ def command(
 
 
 def configuration(ref: str) -> tuple[Path, ModelConfig]:
-    """(folder, configuration) of a model folder, a config.json of any name, a hub id, or `k3` for K3's own shape."""
+    """(where, configuration) of a model folder, a config.json of any name, a hub id, or `k3` for K3's own shape."""
     from k3cli.config import K3_SHAPE
     from k3cli.model.config import ModelConfig
     from k3cli.model.hub import resolve_model
-    from k3cli.model_files import read_object
 
-    file = K3_SHAPE if ref == "k3" else Path(ref)
-    if file is K3_SHAPE:
-        return file, ModelConfig.from_dir(file)
-    if file.suffix == ".json":
-        return file.parent, ModelConfig.from_dict(read_object(file, "a model's config.json"), str(file))
-    folder = resolve_model(ref)
-    return folder, ModelConfig.from_dir(folder)
+    path = K3_SHAPE if ref == "k3" else Path(ref)
+    if ref != "k3" and path.suffix != ".json":
+        path = resolve_model(ref)
+    return path, ModelConfig.from_path(path)
 
 
 def _default_dtype(there: Machine, config: ModelConfig) -> str:

@@ -73,6 +73,13 @@ class ModelConfig:
         return ModelConfig.from_dict(read_object(file, "the model's config.json", "fetch the file again"))
 
     @staticmethod
+    def from_path(path: Path | str) -> ModelConfig:
+        """Of a model folder, or of a config.json of any name. Raises ModelError."""
+        if Path(path).suffix != ".json":
+            return ModelConfig.from_dir(path)
+        return ModelConfig.from_dict(read_object(Path(path), "a model's config.json"), str(path))
+
+    @staticmethod
     def from_dict(raw: Any, file: str = "config.json") -> ModelConfig:
         """Resolves a parsed config.json, called `file` in messages. Raises ModelError naming the key."""
         if not isinstance(raw, Mapping):

@@ -94,7 +94,7 @@ def load_ranks(
 
 
 def slice_ranks(
-    folder: Path,
+    model: Path,
     part: ModelConfig,
     devices: list[str],
     *,
@@ -103,14 +103,14 @@ def slice_ranks(
     window: int,
     tell: Tell = lambda line: None,
 ) -> tuple[MirrorModel, Ranks]:
-    """The same for `part`, some layers of the model whose config.json is in `folder`, with random weights."""
+    """The same for `part`, some layers of a model (a folder, or a config.json of any name), with random weights."""
     from k3cli.bench.slice import random_part
 
     peers = _meet(part, devices, device, None, tell)
     layers = len(part.layers)
-    job = describe(str(folder.resolve()), dtype, window, layers)
-    model = _made(peers, job, lambda: random_part(folder, layers, dtype, window, peers.world))
-    return _mirror(model, part, peers), peers
+    job = describe(str(model.resolve()), dtype, window, layers)
+    made = _made(peers, job, lambda: random_part(model, layers, dtype, window, peers.world))
+    return _mirror(made, part, peers), peers
 
 
 def _meet(config: ModelConfig, devices: list[str], device: str, seconds: float | None, tell: Tell) -> Ranks:

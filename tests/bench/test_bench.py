@@ -279,8 +279,8 @@ def test_a_slice_over_two_ranks_names_them_and_what_sums_take(
     text = raw["text_config"]
     text |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     text["linear_attn_config"]["num_heads"] = 4
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    words = ("-m", str(tmp_path), "--slice", "2", "--gpus", "2", "--depths", "0", "--window", "2")
+    (tmp_path / "shape.json").write_text(json.dumps(raw))
+    words = ("-m", str(tmp_path / "shape.json"), "--slice", "2", "--gpus", "2", "--depths", "0", "--window", "2")
     code, out, err = bench(*words, "--prompt-tokens", "32", "--device", "cpu", "--json")
     assert code == 0, err
     run, *rows = [json.loads(line) for line in out.splitlines() if '"row"' in line]
