@@ -14,8 +14,10 @@ from typing import Any
 
 from k3cli.errors import ModelError
 
-LARGEST = 256 << 20
-"""Bytes of a file that is read whole: an index of K3's half a million tensors takes 58 MB."""
+LARGEST = 16 << 20
+"""Bytes of a file that is read whole: its values may take twenty times as much memory."""
+LARGEST_INDEX = 256 << 20
+"""The same of a checkpoint's index: one of K3's half a million tensors takes 58 MB."""
 
 
 def path_of(text: str) -> Path:
@@ -37,23 +39,24 @@ def lies_there(file: Path) -> bool:
     return True
 
 
-def read_file(file: Path, expected: str, do: str | None = None) -> bytes:
-    """The bytes of a file. Raises ModelError for one that is absent, unreadable, too large, or no regular file."""
+def read_file(file: Path, expected: str, do: str | None = None, *, most: int = LARGEST) -> bytes:
+    """The bytes of a file. Raises ModelError for one that is absent, unreadable, no regular file, or has more than
+    `most` bytes. expected, do: see K3Error."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
             raise ModelError(f"{file} is {kind}", expected, do)
-        if status.st_size > LARGEST:
-            raise ModelError(f"{file} has {status.st_size:,} bytes", f"{expected}, at most {LARGEST:,} bytes", do)
+        if status.st_size > most:
+            raise ModelError(f"{file} has {status.st_size:,} bytes", f"{expected}, at most {most:,} bytes", do)
         return file.read_bytes()
     except OSError as problem:
         raise ModelError(f"{file} cannot be read: {problem.strerror}", expected, do) from None
 
 
-def read_object(file: Path, expected: str, do: str | None = None) -> dict[str, Any]:
+def read_object(file: Path, expected: str, do: str | None = None, *, most: int = LARGEST) -> dict[str, Any]:
     """The JSON object that a file holds. Raises ModelError as `read_file` and `parse_object` do."""
-    return parse_object(read_file(file, expected, do), str(file), expected, do)
+    return parse_object(read_file(file, expected, do, most=most), str(file), expected, do)
 
 
 def parse_object(text: bytes, name: str, expected: str, do: str | None = None) -> dict[str, Any]:
@@ -66,12 +69,12 @@ def parse_object(text: bytes, name: str, expected: str, do: str | None = None) -
     except _TwiceError as problem:
         raise ModelError(f"{name} has the key {problem} twice in one object", expected, do) from None
     except UnicodeDecodeError as problem:
-        raise ModelError(f"{name} is no JSON: byte {problem.start} is no UTF-8", expected, do) from None
+        raise ModelError(f"{name} is not JSON: byte {problem.start} is no UTF-8", expected, do) from None
     except (ValueError, RecursionError) as problem:
         why = "nested too deep" if isinstance(problem, RecursionError) else problem
         raise ModelError(f"{name} is not JSON: {why}", expected, do) from None
     if not isinstance(found, dict):
-        raise ModelError(f"{name} holds no object but {shown(found)}", expected, do)
+        raise ModelError(f"{name} holds no object but {'null' if found is None else shown(found)}", expected, do)
     return found
 
 

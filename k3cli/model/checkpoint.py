@@ -18,7 +18,7 @@ import torch
 from k3cli.errors import ModelError
 from k3cli.model.blocks import Weights
 from k3cli.model.config import ModelConfig
-from k3cli.model_files import lies_there, parse_object, read_object, shown
+from k3cli.model_files import LARGEST_INDEX, lies_there, parse_object, read_object, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -181,7 +181,8 @@ def _files(path: Path) -> dict[str, frozenset[str] | None]:
         pickled = sorted(file.name for file in path.glob("*.bin")) + sorted(file.name for file in path.glob("*.pt*"))
         hint = f"; {pickled[0]} is a pickle file, which is never opened" if pickled else ""
         raise ModelError(f"no {INDEX} and no {SINGLE} in {path}{hint}", "safetensors weights")
-    weight_map = read_object(index, "an object with weight_map", AGAIN).get("weight_map")
+    said = read_object(index, "an object with weight_map", AGAIN, most=LARGEST_INDEX)
+    weight_map = said.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has weight_map {shown(weight_map)}", "the file of each tensor", AGAIN)
     files: dict[str, set[str]] = {}
