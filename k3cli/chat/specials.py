@@ -71,6 +71,8 @@ class Specials:
     names: Mapping[int, str]
     family: Family
     reason: str
+    listed: bool = False
+    """Whether a file says which id each name has; else they follow from the number of ranks."""
 
 
 def read_specials(folder: Path, n_ranks: int) -> Specials:
@@ -82,7 +84,7 @@ def read_specials(folder: Path, n_ranks: int) -> Specials:
     listed = _listed(folder / "tokenizer_config.json", n_ranks)
     if listed is not None:
         family = _family_of(set(listed.values()), folder)
-        return Specials(_complete(listed, n_ranks), family, "names in tokenizer_config.json")
+        return Specials(_complete(listed, n_ranks), family, "names in tokenizer_config.json", listed=True)
     config = folder / "config.json"
     if lies_there(config):
         model_type = read_object(config, "a JSON object").get("model_type")

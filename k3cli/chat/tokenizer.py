@@ -58,6 +58,7 @@ class Tokenizer:
         self.special_names = dict(specials.names)
         self.n_vocab = self.n_ranks + len(specials.names)
         self.digest = _digest(ranks, specials)
+        self._listed = specials.listed
         self._bytes = tuple(ranks)
         self._ids = {name: token for token, name in specials.names.items()}
         mergeable = {token: rank for rank, token in enumerate(ranks)}
@@ -79,12 +80,14 @@ class Tokenizer:
         return tokenizer
 
     def check_model(self, vocab: int) -> None:
-        """ModelError when a model of `vocab` ids does not know all of this vocabulary."""
-        if self.n_vocab > vocab:
+        """ModelError when a model of `vocab` ids does not know all of this vocabulary, or knows special tokens by other
+        ids: where no file lists them they lie above the ranks, and each rank that is missing would move them."""
+        if self.n_vocab > vocab or (self.n_vocab < vocab and not self._listed):
             raise ModelError(
                 f"the tokenizer has {self.n_vocab:,} ids, config.json a vocab_size of {vocab:,}",
-                "a tokenizer whose ids the model knows",
-                "use the tokenizer files that belong to the model",
+                "a tokenizer whose ids the model knows" if self.n_vocab > vocab else "as many ids",
+                "use the tokenizer files that belong to the model"
+                + ("" if self._listed else ", its tokenizer_config.json among them"),
             )
 
     def encode_text(self, text: str) -> list[int]:

@@ -158,8 +158,11 @@ def model(settings: Settings) -> Iterator[Check]:
         tightest = min(range(world), key=lambda rank: (devices[rank].free or 0) - sizes[rank])
         free = devices[tightest].free
         yield from fit(mine, dtype, sizes[tightest], state_layout(mine, dtype), free, where, chunk)
-    except K3Error as problem:
-        yield Check("model", "problem", str(problem), why, problem.exit_code)
+    except (K3Error, MemoryError, OSError) as problem:
+        known = as_k3_error(problem)
+        if known is None:
+            raise
+        yield Check("model", "problem", str(known), why, known.exit_code)
 
 
 def kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int) -> Iterator[Check]:

@@ -81,6 +81,17 @@ def test_a_draft_of_the_models_own_that_cannot_be_read_is_told(k3: Run, folder: 
     assert "dspark/config.json cannot be read" in looked.out
 
 
+def test_memory_that_runs_out_is_a_row_of_the_report(k3: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("k3cli.model.checkpoint.open_checkpoint", opened)
+    looked = k3("doctor", "--model", str(folder))
+    assert looked.code == 4
+    assert "! problem: memory ran out" in looked.out
+    assert "\nstore\n" in looked.out
+
+
 @pytest.mark.parametrize("name", ["~nobody-has-this-name/model", "y" * 300, "y" * 300 + ".json", "a\ud800b"])
 def test_a_folder_that_nobody_can_have_is_no_model(k3: Run, name: str) -> None:
     refused = k3("plan", name)

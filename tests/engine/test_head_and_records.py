@@ -125,9 +125,15 @@ def test_loading_refuses_what_does_not_belong_together(tiny_model, tmp_path) -> 
     shutil.copytree(tiny_model, folder)
     with pytest.raises(UsageError, match="window is 0; expected 1 to 64"):
         Engine.load(folder, window=0)
-    with (folder / "tiktoken.model").open("a") as ranks:
-        ranks.write("YWI= 256\n")
+    whole = (folder / "tiktoken.model").read_text()
+    (folder / "tiktoken.model").write_text(whole + "YWI= 256\n")
     with pytest.raises(ModelError, match=r"tokenizer has 513 ids, config.json a vocab_size of 512"):
+        Engine.load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] += 1  # or a vocabulary that lost its last line
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tiktoken.model").write_text(whole)
+    with pytest.raises(ModelError, match=r"has 512 ids, config\.json a vocab_size of 513; expected as many ids"):
         Engine.load(folder)
     with pytest.raises(ModelError, match="no folder"):
         Engine.load(tmp_path / "nowhere")
