@@ -175,10 +175,11 @@ def test_every_rank_tells_the_memory_of_its_own_process(pair):
     found = net.memory()
     assert [device for device, _ in found] == ["cpu"] * pair.size
     # Between the two readings a process may have had a little more, and Linux counts it in batches.
-    assert abs(most_memory(net.device) - found[0][1]) < 16 << 20
+    little = 16 << 20
+    assert abs(most_memory(net.device) - found[0][1]) < little
     sizes = [size for _, size in found]
     assert len(set(sizes)) > 1
-    assert all(after >= size > 50 << 20 for after, (_, size) in zip(sizes, before, strict=True))
+    assert all(after > size - little > 50 << 20 for after, (_, size) in zip(sizes, before, strict=True))
 
 
 def test_what_is_refused_is_refused_everywhere_and_work_goes_on(pair):
