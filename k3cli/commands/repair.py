@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from k3cli.commands import options as opt
 from k3cli.commands.names import short_id
 from k3cli.commands.output import Printer
+from k3cli.words import listed
 
 
 def command(
@@ -41,9 +43,10 @@ def command(
         how = "turns that no session reached any more" if name.startswith("recovered-") else "what its file still told"
         printer.line(f"session {name}: recovered from {how}")
     for name in report.lost:
-        printer.event("lost", name=name)
+        printer.event("lost", name=name, held_by=list(report.holders.get(name, ())))
         if name.startswith("?"):
-            printer.line(f"session file {name[1:]}...: whose it was can't be read; its turns are under recovered-ID")
+            where = _where(report.holders.get(name, ()), report.recovered)
+            printer.line(f"session file {name[1:]}...: whose it was can't be read; {where}")
             continue
         printer.line(
             f"session {name}: nothing readable is left; k3 rm {name} forgets it, and until then k3 gc removes no object"
@@ -68,3 +71,13 @@ def command(
         untouched=len(report.untouched),
         written=len(report.written),
     )
+
+
+def _where(holders: Sequence[str], recovered: Sequence[str]) -> str:
+    """Where the turns are of a session whose file can't be read. holders: the sessions that have its newest turn."""
+    if holders:
+        return f"its turns are in {listed('session', holders)}"
+    made = [name for name in recovered if name.startswith("recovered-")]
+    if made:
+        return f"which turns it had can't be told; those that no other session has are in {listed('session', made)}"
+    return "which turns it had can't be told; there are none that no other session has"

@@ -10,12 +10,13 @@ import typer
 from k3cli.commands import options as opt
 from k3cli.commands.output import Printer, human_bytes
 from k3cli.errors import DamagedError
+from k3cli.words import counted
 
 
 def command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME...]", help="Sessions; all of them if absent.", autocompletion=opt.session_names),
+        typer.Argument(metavar="NAME", help="Sessions; all of them if absent.", autocompletion=opt.session_names),
     ] = None,
     json: opt.Json = False,
 ) -> None:
@@ -30,15 +31,19 @@ def command(
     report = open_store(load_settings()).verify(names or None)
     for problem in report.problems:
         printer.event("problem", **asdict(problem))
-        printer.line(f"{problem.path}: {problem.what} (needed by {', '.join(problem.sessions)})")
+        told = ("a session whose name can't be read" if name.startswith("?") else name for name in problem.sessions)
+        needed = ", ".join(told)
+        printer.line(f"{problem.path}: {problem.what} (needed by {needed})")
     rate = report.bytes / report.seconds if report.seconds > 0 else 0.0
     checked = (
-        f"{report.sessions:,} sessions, {report.objects:,} objects, {human_bytes(report.bytes)} "
+        f"{counted(report.sessions, 'session')}, {counted(report.objects, 'object')}, {human_bytes(report.bytes)} "
         f"in {report.seconds:.2f} s ({human_bytes(rate)}/s)"
     )
     if report.problems:
         raise DamagedError(
-            f"{len(report.problems)} damaged files in {checked}", "none", "k3 repair --dry-run shows what can be saved"
+            f"{counted(len(report.problems), 'damaged file')} in {checked}",
+            "none",
+            "k3 repair --dry-run shows what can be saved",
         )
     printer.notice(f"all is well: {checked}")
     printer.done(sessions=report.sessions, objects=report.objects, bytes=report.bytes, seconds=report.seconds)

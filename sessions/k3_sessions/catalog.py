@@ -174,6 +174,10 @@ class Catalog:
                 kept.setdefault(entry.turn, []).append(ref.name)
         return kept
 
+    def lost(self) -> set[str]:
+        """Ids of turns whose joint boundary was damaged and is gone from a session for that."""
+        return {turn for ref in self.refs()[0] for turn in ref.lost}
+
     def need(self, ref: Ref) -> Need:
         """What `ref` needs to stay whole. Raises Damaged if that cannot be told."""
         need = Need()

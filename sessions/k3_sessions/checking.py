@@ -23,7 +23,7 @@ from k3_sessions.state_objects import fields_of, group_claims, groups_of, page_c
 
 @dataclass(frozen=True)
 class Problem:
-    """path: the file below the root. what: one line. sessions: who needs it."""
+    """path: the file below the root. what: is wrong there, one line without the path. sessions: who needs it."""
 
     path: str
     what: str
@@ -65,7 +65,11 @@ class Findings:
 
     def fault(self, path: str, error: StoreError, name: str | None = None) -> None:
         """`error` came up at `path`, in what session `name` needs."""
-        (self.wrong if isinstance(error, Damaged) else self.unsure).setdefault(path, str(error))
+        if isinstance(error, Damaged):
+            # What to do about damage is told once, at the end, by whoever lists it.
+            self.wrong.setdefault(path, "; expected ".join(filter(None, (error.found, error.expected))))
+        else:
+            self.unsure.setdefault(path, str(error))
         if name is not None:
             self.needs.setdefault(path, set()).add(name)
 
@@ -163,7 +167,10 @@ def verify(store: OpenStore, names: Sequence[str] | None) -> VerifyReport:
     with store.using():
         findings, refs, size = inspect(store, chosen)
     found = {**findings.unsure, **findings.wrong}
-    problems = [Problem(path, what, tuple(sorted(findings.needs[path]))) for path, what in found.items()]
+    problems = [
+        Problem(path, what.removeprefix(f"{path} "), tuple(sorted(findings.needs[path])))
+        for path, what in found.items()
+    ]
     return VerifyReport(
         sessions=len(refs if chosen is None else chosen),
         objects=len(findings.jobs),

@@ -91,11 +91,13 @@ class Locks:
             # Nothing readable there: the holder has only just taken the lock, or just let go.
             with suppress(orjson.JSONDecodeError, FileNotFoundError):
                 holder = orjson.loads(self.fs.read(path))
+            stored = self.fs.info(f"refs/{file_id(name)}") is not None
         pid, host = holder.get("pid"), holder.get("host")
         who = f"process {pid} on {host} since {holder.get('since')}" if pid else "another process"
+        way_out = f"work on a fork: `k3 fork {name}`" if stored else "choose another name: nothing of it is stored yet"
         raise SessionLocked(
             f"session {name} is being written by {who}",
-            f"wait for it, or work on a fork: `k3 fork {name}`",
+            f"wait for it, or {way_out}",
             pid=pid,
             host=host,
         )

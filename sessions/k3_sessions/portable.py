@@ -143,12 +143,15 @@ def import_(store: OpenStore, file: str | os.PathLike[str], name: str | None) ->
         info = folder.info(source.name)
         if info is None:
             raise BadName(f"{file} does not exist", "a file made by `k3 export`")
-        prefix = folder.read(source.name, 0, 16)
+        begin = folder.read(source.name, 0, 64)
+    prefix = begin[:16]
+    # One whose first bytes alone are wrong is a damaged export; so is one of which only these are left.
+    if not prefix or not (MAGIC.startswith(prefix[:8]) or b'"k3":"export"' in begin):
+        what = f"begins with {prefix!r}" if prefix else "is empty"
+        raise BadName(f"{file} is no exported session: it {what}", "a file made by `k3 export`")
     size = int.from_bytes(prefix[8:16], "little")
     if prefix[:8] != MAGIC or not 0 < size <= min(LIMIT_HEAD, info.size):
-        raise Damaged(
-            f"{file} does not begin like an exported session", do="check where it comes from", object=str(file)
-        )
+        raise Damaged(f"{file} ends early, or its head is damaged", do="copy it again", object=str(file))
     with os_errors(f"reading {file}"):
         line = folder.read(source.name, 16, size)
     ref, objects = _read_head(line, str(file))
@@ -160,7 +163,7 @@ def import_(store: OpenStore, file: str | os.PathLike[str], name: str | None) ->
     with store.owning(new):
         if store.catalog.find(new) is not None:
             raise SessionExists(f"session {new} exists", do="import it under another name with `--name NEW`")
-        room.make(store, end, new)
+        room.make(store, end, new, what=f"session {new}")
         try:
             with store.using():
                 batch = Batch()

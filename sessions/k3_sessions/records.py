@@ -110,6 +110,7 @@ class Kept(NamedTuple):
 class Ref:
     """A session's ref: where its head is and which joint boundaries it holds, oldest first.
 
+    `lost`: turns whose boundary was damaged, so that a repair gave it up; nothing is stored where there is none.
     `unknown` carries keys of a newer minor version through a rewrite.
     """
 
@@ -125,13 +126,15 @@ class Ref:
     origin: tuple[str, str] | None = None
     pinned: bool = False
     evicted: str = ""
+    lost: tuple[str, ...] = ()
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         """One line of JSON; "sha256" is the digest of the line without that key."""
         body = {
             **self.unknown,
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "unknown"},
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("unknown", "lost")},
+            **({"lost": list(self.lost)} if self.lost else {}),
         }
         return seal({**body, "keep": [list(kept) for kept in self.keep], "k3": "ref"})
 
@@ -179,7 +182,8 @@ def read_ref(data: bytes, where: str) -> Ref:
     body = unseal(data, "ref", where)
     known = {f.name for f in dataclasses.fields(Ref)} - {"unknown"}
     try:
-        values = {name: body[name] for name in known}
+        values = {"lost": (), **{name: body[name] for name in known if name in body or name != "lost"}}
+        values["lost"] = tuple(str(turn) for turn in values["lost"])
         values["keep"] = tuple(Kept(str(turn), int(position), str(prefix)) for turn, position, prefix in values["keep"])
         values["origin"] = tuple(values["origin"]) if values["origin"] else None
     except (KeyError, TypeError, ValueError) as error:

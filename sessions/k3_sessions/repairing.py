@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import orjson
 
@@ -51,7 +51,8 @@ class RepairReport:
     and head, or from turns no session reached any more. lost: sessions of which nothing readable is left, and refs
     ("?" and digits of the file's name) that no longer tell whose they were. untouched: sessions and refs that could
     not be judged, each with the reason. written: files that were written again: FORMAT, which holds no more than a
-    constant, and roots, from the copy in a first turn.
+    constant, and roots, from the copy in a first turn. holders: by the name that a lost ref has in `lost`, the sessions
+    that have its newest turn; absent where the file no longer says which that was.
     All of it is only foretold when `dry_run`.
     """
 
@@ -62,6 +63,7 @@ class RepairReport:
     lost: tuple[str, ...]
     untouched: tuple[tuple[str, str], ...] = ()
     written: tuple[str, ...] = ()
+    holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def repair(store: OpenStore, *, dry_run: bool) -> RepairReport:
@@ -92,6 +94,9 @@ def repair(store: OpenStore, *, dry_run: bool) -> RepairReport:
         look(store, findings, [*named.values(), *orphans])
         named = {path: _fall_back(findings, ref) or ref for path, ref in named.items()}
         orphans = [_fall_back(findings, ref) or ref for ref in orphans]
+        nameless = [path for path in broken if path not in named]
+        reached = [*survivors, *named.values(), *orphans]
+        holders = {f"?{path[5:13]}": found for path in nameless if (found := _holders(store, findings, path, reached))}
         rewritten = sorted(path_of(key) for key in findings.roots)
         findings.wrong.update((path, store.format_fault) for path in mended)
         moved = sorted(path for path in findings.wrong if store.fs.info(path) is not None)
@@ -115,9 +120,10 @@ def repair(store: OpenStore, *, dry_run: bool) -> RepairReport:
             quarantined=tuple(moved),
             sessions=tuple(repaired),
             recovered=tuple(ref.name for ref in (*named.values(), *orphans)),
-            lost=(*lost, *(f"?{path[5:13]}" for path in broken if path not in named)),
+            lost=(*lost, *(f"?{path[5:13]}" for path in nameless)),
             untouched=tuple(untouched.items()),
             written=(*rewritten, *mended),
+            holders=holders,
         )
 
 
@@ -190,7 +196,8 @@ def _fall_back(findings: Findings, ref: Ref) -> Ref | None:
         head = max(known, key=lambda path: (path[-1].total, len(path)))[-1].id
     if (head, tuple(keep), marks) == (ref.head, ref.keep, dict(ref.marks)):
         return ref
-    return replace(ref, head=head, keep=tuple(keep), marks=marks, updated=now())
+    dropped = (entry.turn for entry in ref.keep if entry not in keep and entry.turn not in ref.lost)
+    return replace(ref, head=head, keep=tuple(keep), marks=marks, lost=(*ref.lost, *dropped), updated=now())
 
 
 def _told(findings: Findings, ref: Ref, after: Ref) -> SessionRepair:
@@ -214,12 +221,28 @@ def _told(findings: Findings, ref: Ref, after: Ref) -> SessionRepair:
     )
 
 
+def _remains(store: OpenStore, path: str) -> bytes:
+    """What a damaged ref still holds; nothing where it cannot be read."""
+    try:
+        return store.fs.read(path, 0, 1 << 24) if store.fs.info(path) is not None else b""
+    except OSError:
+        return b""
+
+
+def _holders(store: OpenStore, findings: Findings, path: str, refs: Sequence[Ref]) -> tuple[str, ...]:
+    """Those of `refs` that have the turn which a damaged ref still names as its newest."""
+    heads = {found.decode() for found in _HEAD.findall(_remains(store, path))}
+    names = []
+    for ref in refs:
+        with suppress(StoreError):  # one that could not be judged
+            if any(turn.id in heads for turn in findings.catalog.path(ref.head)):
+                names.append(ref.name)
+    return tuple(names)
+
+
 def _named(store: OpenStore, findings: Findings, path: str) -> Ref | None:
     """A new ref in place of a damaged one that still tells whose it was: its file's name proves the session's name."""
-    try:
-        data = store.fs.read(path, 0, 1 << 24) if store.fs.info(path) is not None else b""
-    except OSError:
-        return None
+    data = _remains(store, path)
     names = [name for found in _NAME.findall(data) if (name := _spelled(found)) and upkeep.file_id(name) == path[5:]]
     heads = [turns for found in _HEAD.findall(data) if (turns := _readable(findings, found.decode())) is not None]
     return _ref_at(store, findings, names[0], heads[0]) if names and heads else None

@@ -57,7 +57,9 @@ def plan(store: OpenStore, turn: TurnRecord, identity: Identity, layout: StateLa
             continue
         if candidate.id not in kept:
             if not reasons:
-                reasons.append(f"the checkpoint at {candidate.position} was thinned or evicted")
+                lost = candidate.id in store.catalog.lost()
+                how = "was damaged, and `k3 repair` gave it up" if lost else "was thinned or evicted"
+                reasons.append(f"the checkpoint at {candidate.position} {how}")
             continue
         pages = store.catalog.pages(path[: number + 1])
         blobs = [page.blob for page in pages] + list(candidate.checkpoint)

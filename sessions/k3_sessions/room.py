@@ -82,9 +82,12 @@ def short(store: OpenStore, more: int) -> tuple[int, int]:
     return over, max(0, floor(store) + more - store.fs.space().free)
 
 
-def make(store: OpenStore, more: int, name: str, beside: int = 0) -> tuple[tuple[str, ...], bool]:
+def make(
+    store: OpenStore, more: int, name: str, beside: int = 0, *, what: str = "this turn"
+) -> tuple[tuple[str, ...], bool]:
     """Make sure `more` bytes fit, for a commit of session `name`. Returns sessions whose state gave way.
 
+    what: takes them, in words.
     beside: bytes on top of them for which nothing gives way; second comes whether they fit, too.
     Raises StoreFull naming both numbers.
     """
@@ -103,14 +106,14 @@ def make(store: OpenStore, more: int, name: str, beside: int = 0) -> tuple[tuple
         over, low = short(store, more)
     if over:
         raise StoreFull(
-            f"this turn needs {more} bytes and would pass the quota of {store.config.quota_bytes} by {over}",
+            f"{what} needs {more:,} bytes and would pass the quota of {store.config.quota_bytes:,} by {over:,}",
             "room for it",
             "raise the quota, or remove sessions: `k3 du` shows what they take",
         )
     if low:
         raise StoreFull(
-            f"this turn needs {more} bytes; only {store.fs.space().free} are free on the disk of {store.fs.where}",
-            f"that much, with {floor(store)} left over",
+            f"{what} needs {more:,} bytes; only {store.fs.space().free:,} are free on the disk of {store.fs.where}",
+            f"that much, with {floor(store):,} left over",
             "free disk space, or lower the free-space floor",
         )
     return tuple(evicted), not beside

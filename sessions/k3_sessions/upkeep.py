@@ -173,7 +173,8 @@ def _collect(store: OpenStore, *, dry_run: bool) -> GcReport:
     refs, broken = store.catalog.refs()
     wanted: dict[str, int] = {}
     if broken:
-        blocked = f"{len(broken)} session(s) cannot be read: {broken[0].error}"
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        blocked = f"a session cannot be read{more}: {broken[0].error}"
     else:
         try:
             wanted = needed(store, refs)

@@ -83,7 +83,7 @@ def refused(store):
         with pytest.raises(StoreFull, match="quota") as told:
             writer.commit(draft(ids(900), 900), Toy(ids(900), 900))
         assert writer.unsaved == 1
-    return int(re.search(r"by (\d+)", told.value.found)[1])
+    return int(re.search(r"by ([\d,]+)", told.value.found)[1].replace(",", ""))
 
 
 def test_nobody_gives_what_would_not_be_enough(store):

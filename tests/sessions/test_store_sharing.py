@@ -167,7 +167,15 @@ def test_an_export_never_replaces_a_file(store, tmp_path):
     assert (tmp_path / "f").read_text() == "mine"
 
 
-@pytest.mark.parametrize("what", ["flip", "cut", "longer", "other file", "empty"])
+@pytest.mark.parametrize(("content", "found"), [(b"", "is empty"), (b"# A title\n" * 9, "begins with b'# A title")])
+def test_what_never_was_an_export_is_no_damage(store, tmp_path, content, found):
+    """It is the wrong file, and its first bytes are told."""
+    (tmp_path / "f").write_bytes(content)
+    with pytest.raises(BadName, match=rf"no exported session: it {found}.*a file made by `k3 export`"):
+        store.import_(tmp_path / "f")
+
+
+@pytest.mark.parametrize("what", ["flip", "cut", "longer", "no head"])
 def test_a_damaged_export_is_refused_and_leaves_nothing(store, tmp_path, what):
     grow(store, "a", [700, 50])
     store.export("a", tmp_path / "f")
@@ -177,13 +185,11 @@ def test_a_damaged_export_is_refused_and_leaves_nothing(store, tmp_path, what):
         for at in range(0, len(data), 997):
             variants.append(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
     elif what == "cut":
-        variants = [data[:at] for at in range(0, len(data), 2999)]
+        variants = [data[:at] for at in (1, 7, 15, *range(2999, len(data), 2999))]
     elif what == "longer":
         variants = [data + b"\0"]
-    elif what == "empty":
-        variants = [b""]
     else:
-        variants = [b"PK\x03\x04" + bytes(500), b"K3EXP\r\n\x1a" + b"\xff" * 100]
+        variants = [b"K3EXP\r\n\x1a" + b"\xff" * 100, data.replace(b"\r\n", b"\n", 1)]
     other = Store.open(tmp_path / "other", config=CONFIG)
     for number, variant in enumerate(variants):
         file = tmp_path / f"bad{number}"
