@@ -28,10 +28,13 @@ K3_SHAPE = Path(__file__).parent / "assets" / "k3-shape"
 ENV_ONLY = {
     "K3_HOME": "folder of sessions, history and config.toml",
     "K3_CACHE": "folder of recomputable files (weights digests)",
-    "K3_DEBUG": "1: show tracebacks",
-    "K3_KERNELS": "reference: plain torch instead of Triton kernels",
+    "K3_DEBUG": "1: show tracebacks; 0: do not",
+    "K3_KERNELS": "reference: plain torch instead of Triton kernels; triton: them, for tests with TRITON_INTERPRET=1",
 }
 """Environment variables without a key in the file: they are needed before the file can be found."""
+
+ENV_VALUES = {"K3_DEBUG": ("0", "1"), "K3_KERNELS": ("reference", "triton")}
+"""What those may be that are no path; empty is not set."""
 
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -204,6 +207,7 @@ def load_settings(options: Mapping[str, Any] | None = None, env: Mapping[str, st
     """
     env = os.environ if env is None else env
     home = _home(env)
+    _check_environment(env)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
 
@@ -228,6 +232,16 @@ def load_settings(options: Mapping[str, Any] | None = None, env: Mapping[str, st
         if value is not None:
             take(key, value, "--" + key.replace("_", "-"))
     return Settings(home=home, **values, sources=sources)
+
+
+def _check_environment(env: Mapping[str, str]) -> None:
+    """UsageError for a value of a variable without a key that nothing would heed."""
+    for name, valid in ENV_VALUES.items():
+        if env.get(name) and env[name] not in valid:
+            raise UsageError(f"{name} is {env[name]!r}", f"one of {', '.join(valid)}", "unset or correct it")
+    cache = env.get("K3_CACHE")
+    if cache and Path(cache).exists() and not Path(cache).is_dir():
+        raise UsageError(f"K3_CACHE is {cache!r}, which is no folder", "a folder k3 may write", "unset or correct it")
 
 
 def _home(env: Mapping[str, str]) -> Path:

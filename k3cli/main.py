@@ -40,6 +40,7 @@ from k3cli.commands import (
     verify,
 )
 from k3cli.commands.failures import as_k3_error, usage_message
+from k3cli.commands.options import hide_types
 from k3cli.commands.output import Printer, prepare_streams, silence
 from k3cli.commands.signals import EndRun, exit_on_signals, ignore_signals
 from k3cli.engine.events import Failed
@@ -78,7 +79,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 }
 for name, (module, short_help) in COMMANDS.items():
     app.command(name, short_help=short_help)(module.command)
-app.add_typer(bench.app, name="bench")
+app.add_typer(bench.app, name="bench", short_help="How fast a model runs here, beside what the machine can do.")
 app.add_typer(debug.app, name="debug")
 
 
@@ -111,6 +112,7 @@ def main() -> int:
     args = sys.argv[1:]
     prog = "k3cli" if os.path.basename(sys.argv[0]) == "k3cli" else "k3"
     command: Any = typer.main.get_command(app)
+    hide_types(command)
     exit_on_signals(partial(_end_at_once, _asks_for_json(args)))
     completing = f"_{prog.upper()}_COMPLETE"
     if completing in os.environ:
@@ -119,6 +121,7 @@ def main() -> int:
     try:
         rank, size = _world()
         code = _peer(rank, size) if rank > 0 else _run(command, prog, args)
+        Printer().clear_bar()
         ignore_signals()
         sys.stdout.flush()
         joining = sys.modules.get("k3cli.model.joining")
@@ -183,7 +186,7 @@ def _run(command: Any, prog: str, args: list[str]) -> int:
     except K3Error as problem:
         return _fail(problem, problem.exit_code, json_mode)
     except Exception as problem:
-        usage = usage_message(problem)
+        usage = usage_message(problem, command, prog, args)
         if usage is not None:
             return _fail(usage, usage.exit_code, json_mode)
         known = as_k3_error(problem)
@@ -216,6 +219,7 @@ def _unexpected(problem: Exception) -> K3Error:
     """A bug of ours, or of the machine: one line, and the traceback where it can be found."""
     what = f"{type(problem).__name__}: {problem}"
     if os.environ.get("K3_DEBUG", "0") not in ("", "0"):
+        Printer().clear_bar()
         traceback.print_exception(problem)
         return K3Error(what)
     try:

@@ -13,6 +13,7 @@ from k3cli.commands import options as opt
 from k3cli.commands.combinations import refuse_unused
 from k3cli.commands.output import Printer, human_bytes, table
 from k3cli.errors import Exit, UsageError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3cli.bench.record import Row
@@ -49,7 +50,6 @@ VERDICTS = {True: "within noise", False: "", None: "noise not known"}
 """Words for `within_noise`."""
 
 app = typer.Typer(
-    help="How fast a model runs here, beside what the machine can do.",
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -195,17 +195,17 @@ def command(
         draw(run, drawn, plot)
     failed = sum("error" in row for row in done)
     seconds = time.perf_counter() - began
-    printer.notice(f"{len(done)} rows in {seconds:.0f} s")
+    printer.notice(f"{counted(len(done), 'row')} in {seconds:.0f} s")
     printer.done(rows=len(done), failed=failed, seconds=round(seconds, 1))
     if failed:
-        printer.notice(f"{failed} row{'s' * (failed > 1)} failed")
+        printer.notice(f"{counted(failed, 'row')} failed")
         raise typer.Exit(int(Exit.FAILED))
 
 
-@app.command("plot")
+@app.command("plot", short_help="Draw results of a ladder.")
 def plot_command(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", show_default=False)],
-    picture: Annotated[Path, typer.Argument(metavar="FILE.png", show_default=False)],
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A file of -o.", show_default=False)],
+    picture: Annotated[Path, typer.Argument(metavar="FILE.png", help="A new picture.", show_default=False)],
 ) -> None:
     """Draw decode and prefill by depth from results of a ladder, wherever they were measured."""
     from k3cli.bench.record import read
@@ -214,10 +214,10 @@ def plot_command(
     plot(*read(results), picture)
 
 
-@app.command("compare")
+@app.command("compare", short_help="Two results row by row.")
 def compare_command(
-    first: Annotated[Path, typer.Argument(metavar="A", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="B", show_default=False)],
+    first: Annotated[Path, typer.Argument(metavar="A", help="A file of -o.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
     json: opt.Json = False,
 ) -> None:
     """Two results row by row. Exit 2 when conditions or rows differ: such figures say nothing side by side."""

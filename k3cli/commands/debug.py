@@ -24,7 +24,9 @@ def logits(
     out: Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="Gets `logits` [T, V] float32.")],
     schedule: Annotated[
         str,
-        typer.Option("--schedule", help="prefill, decode, or chunk sizes such as 1,63,64 (the last one repeats)."),
+        typer.Option(
+            "--schedule", metavar="KIND", help="prefill, decode, or chunk sizes such as 1,63,64 (the last one repeats)."
+        ),
     ] = "prefill",
     device: opt.Device = None,
     dtype: opt.Dtype = None,
@@ -51,7 +53,7 @@ def logits(
     printer.notice(f"wrote logits [{rows}, {vocab}] float32 to {out}")
 
 
-@app.command("tokens")
+@app.command("tokens", short_help="Print the token ids of a text or a chat.")
 def tokens(
     tokenizer: Annotated[Path, typer.Option("--tokenizer", metavar="DIR", help="Folder with tiktoken.model.")],
     chat: Annotated[

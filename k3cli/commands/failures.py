@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -14,23 +15,75 @@ from k3cli.errors import BusyError, DamagedError, FitError, K3Error, ModelError,
 _PARSER_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
-def usage_message(problem: Exception) -> UsageError | None:
-    """A refused command line as a UsageError that lists what is valid there; None for other exceptions."""
+def usage_message(problem: Exception, command: Any, prog: str, args: Sequence[str]) -> UsageError | None:
+    """A refused command line as a UsageError that says what is valid there; None for other exceptions.
+
+    command, prog, args: what was asked to parse them, since some of its errors do not know where they came up.
+    """
     if not isinstance(problem, _PARSER_ERROR):
         return None
     parsed: Any = problem
-    found = " ".join(parsed.format_message().rstrip(".").split())
+    command, path = _asked(command, prog, args)
+    found, expected = _told(parsed, command, path)
+    return UsageError(found, expected, f"see {path} --help")
+
+
+def _asked(command: Any, prog: str, args: Sequence[str]) -> tuple[Any, str]:
+    """The command that a command line names, and the words it is called by."""
+    path = [prog]
+    for word in args:
+        below = getattr(command, "commands", {})
+        if word in below:
+            command = below[word]
+            path.append(word)
+        elif not below:
+            break
+    return command, " ".join(path)
+
+
+def _told(parsed: Any, command: Any, path: str) -> tuple[str, str | None]:
+    """What was found, and what was expected. The parser tells its cases apart by words and by what it attaches."""
+    text = " ".join(parsed.format_message().rstrip(".").split())
+    low = text.lower()
+    options = {name: param for param in command.params for name in param.opts if param.param_type_name == "option"}
+    arguments = [_shown(param) for param in command.params if param.param_type_name == "argument"]
+    call = " ".join((path, *arguments))
+    name = getattr(parsed, "option_name", None)
+    param = getattr(parsed, "param", None)
+    if low.startswith("no such option"):
+        longest = {max(param.opts, key=len) for param in (*options.values(), *_help(parsed))}
+        return f"no such option {name}", "one of " + ", ".join(sorted(longest))
+    if low.startswith(("no such command", "missing command")):
+        return low[:1] + text[1:], "one of " + ", ".join(command.commands)
+    if "requires" in low and name in options:
+        return f"{name} without a value", f"{name} {options[name].metavar or 'VALUE'}"
+    if "does not take a value" in low:
+        return f"{name} with a value", f"{name} alone"
+    if low.startswith("missing") and param is not None:
+        if param.param_type_name == "option":
+            return f"missing option {max(param.opts, key=len)}", f"{max(param.opts, key=len)} {param.metavar}"
+        return f"missing argument {param.metavar}", call
+    if "unexpected extra argument" in low:
+        extra = text[text.index("(", text.index(")") + 1 if "(s)" in text else 0) :].strip("()")
+        return f"unexpected argument {extra}", call if arguments else f"{path} without one"
+    if low.startswith("invalid value") and param is not None:
+        wrong: list[Any] = getattr(parsed.__cause__, "errors", list)()
+        given = f"is {wrong[0]['input']!r}" if wrong else "has a value that it can't have"
+        kind = "a whole number" if "integer" in low or isinstance(param.default, int) else "a number"
+        least = getattr(param, "min", None)
+        return f"{max(param.opts, key=len)} {given}", kind if least is None else f"{kind}, at least {least}"
+    return text[:1].lower() + text[1:], None
+
+
+def _shown(argument: Any) -> str:
+    name = f"{argument.metavar or argument.name}{'...' if argument.nargs != 1 else ''}"
+    return name if argument.required else f"[{name}]"
+
+
+def _help(parsed: Any) -> list[Any]:
+    """The option --help, which only a context knows."""
     context = getattr(parsed, "ctx", None)
-    if context is None:
-        return UsageError(found)
-    expected = None
-    if getattr(parsed, "option_name", None) is not None and found.lower().startswith("no such option"):
-        found = f"no such option {parsed.option_name}"
-        options = {max(p.opts, key=len) for p in context.command.get_params(context) if p.param_type_name == "option"}
-        expected = "one of " + ", ".join(sorted(options))
-    elif found.lower().startswith("no such command"):
-        expected = "one of " + ", ".join(context.command.list_commands(context))
-    return UsageError(found[:1].lower() + found[1:], expected, f"see {context.command_path} --help")
+    return [] if context is None else [context.command.get_params(context)[-1]]
 
 
 _STORE_ERRORS: dict[str, type[K3Error]] = {

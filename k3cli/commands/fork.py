@@ -17,7 +17,7 @@ def command(
     ctx: typer.Context,
     name: opt.SessionArgument,
     new: Annotated[
-        str | None, typer.Argument(metavar="[NEW]", help="Name of the fork; one is made up if absent.")
+        str | None, typer.Argument(metavar="NEW", help="Name of the fork; one is made up if absent.")
     ] = None,
     at: opt.At = None,
     prompt: opt.Prompt = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,12 +15,21 @@ def session_names(incomplete: str) -> list[str]:
     return [info.name for info in open_store(load_settings()).sessions() if info.name.startswith(incomplete)]
 
 
+def hide_types(command: Any) -> None:
+    """Have the help of a command, and of those below it, name arguments without a type: every one is text."""
+    for param in command.params:
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: None
+    for below in getattr(command, "commands", {}).values():
+        hide_types(below)
+
+
 SessionArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="Session name.", autocompletion=session_names, show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="NDJSON events on stdout, the last one `done` or `error`.")]
 Prompt = Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this and exit.")]
-Dash = Annotated[str | None, typer.Argument(metavar="[-]", help="-: read the prompt from stdin.", show_default=False)]
+Dash = Annotated[str | None, typer.Argument(metavar="-", help="-: read the prompt from stdin.", show_default=False)]
 At = Annotated[
     str | None,
     typer.Option("--at", metavar="TURN", help="A turn: number, -1 (newest), -2 ..., or the start of its id."),

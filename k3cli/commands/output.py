@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from k3cli.commands import bar
 from k3cli.engine.events import SCHEMA
 from k3cli.errors import K3Error
 
@@ -35,6 +36,7 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    bar.erase_before_warnings()
 
 
 def silence(stream: TextIO) -> None:
@@ -84,10 +86,10 @@ class Printer:
     def __init__(self, *, json: bool = False, hide_thinking: bool = False) -> None:
         self.json = json
         self.hide_thinking = hide_thinking
+        self.goes_on = False  # a prompt follows what is printed: set by the one that asks
         self.out: TextIO = sys.stdout
         self.err: TextIO = sys.stderr
         self._dim = self.err.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self._bar_width = 0
         self._bar_time = 0.0
         self._event_time = 0.0
         self._thinking_open = False
@@ -111,8 +113,8 @@ class Printer:
 
     def answer(self, text: str) -> None:
         """A piece of the answer, as it comes."""
-        self._close_thinking()
         self.clear_bar()
+        self._close_thinking()
         if not self.json and text:
             self._write_out(visible(text) if self.out.isatty() else text)
             self._answer_open = not text.endswith("\n")
@@ -139,10 +141,11 @@ class Printer:
         if not self.err.isatty() or (done < total and now - self._bar_time < 0.1):
             return
         self._bar_time = now
+        self._close_thinking()
+        self._break_answer()
         share = min(1.0, done / total) if total else 1.0
         text = f"k3: {label} [{'#' * int(20 * share):<20}] {100 * share:3.0f}% {unit}{' ' + detail if detail else ''}"
-        self._write_err("\r" + text.ljust(self._bar_width))
-        self._bar_width = len(text)
+        self._write_err(bar.drawn(self.err, text))
 
     def progress_due(self, final: bool) -> bool:
         """Whether a progress event is worth a line of NDJSON: a few a second, and the final one."""
@@ -153,14 +156,13 @@ class Printer:
         return True
 
     def clear_bar(self) -> None:
-        if self._bar_width:
-            self._write_err("\r" + " " * self._bar_width + "\r")
-            self._bar_width = 0
+        """Take the bar away, whoever drew it."""
+        if text := bar.erased(self.err):
+            self._write_err(text)
 
     def abandon(self) -> None:
         """A reader went away: whatever is printed from here on goes nowhere."""
         self._answer_open = self._thinking_open = False
-        self._bar_width = 0
         silence(self.out)
 
     def end(self) -> None:
@@ -182,6 +184,8 @@ class Printer:
             silence(self.err)
 
     def _write_out(self, text: str) -> None:
+        if self.out.isatty():  # one terminal may show both streams
+            self.clear_bar()
         try:
             self.out.write(text)
             self.out.flush()

@@ -14,6 +14,7 @@ from k3cli.commands import options as opt
 from k3cli.commands.output import Printer, human_bytes, human_seconds, table
 from k3cli.commands.plan_fit import PAGE, Demand, nearest, shortage, state_room
 from k3cli.errors import FitError, UsageError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ def command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="Model folder, config.json, hub id, or k3: its shape alone.", show_default=False
+            metavar="MODEL", help="Model folder, config.json, hub id, or k3: its shape alone.", show_default=False
         ),
     ] = None,
     gpus: Annotated[
@@ -43,11 +44,15 @@ def command(
     context: Annotated[
         list[str] | None, typer.Option("--context", "-c", metavar="N", help="Tokens, as 128000, 32k or 1m; repeatable.")
     ] = None,
-    sessions: Annotated[int, typer.Option("--sessions", min=1, help="Sessions live at once.")] = 1,
-    forks: Annotated[int, typer.Option("--forks", min=0, help="Forks live beside them, sharing full pages.")] = 0,
+    sessions: Annotated[int, typer.Option("--sessions", metavar="N", min=1, help="Sessions live at once.")] = 1,
+    forks: Annotated[
+        int, typer.Option("--forks", metavar="N", min=0, help="Forks live beside them, sharing full pages.")
+    ] = 0,
     checkpoints: Annotated[
         int | None,
-        typer.Option("--checkpoints", min=1, help="KDA checkpoints kept of a session. Default: the store's."),
+        typer.Option(
+            "--checkpoints", metavar="N", min=1, help="KDA checkpoints kept of a session. Default: the store's."
+        ),
     ] = None,
     dtype: opt.Dtype = None,
     json: opt.Json = False,
@@ -76,7 +81,9 @@ def command(
     asked = sorted({parse_tokens("--context", text) for text in context or []})
     beyond = [tokens for tokens in asked if tokens > config.context_limit]
     if beyond:
-        raise UsageError(f"--context {beyond[-1]:,} tokens", f"at most the model's limit of {config.context_limit:,}")
+        raise UsageError(
+            f"--context {counted(beyond[-1], 'token')}", f"at most the model's limit of {config.context_limit:,}"
+        )
     kept = checkpoints or store_config(settings).thinning.max_kept
     contexts = asked or [tokens for tokens in USUAL if tokens <= config.context_limit] or [config.context_limit]
 
@@ -88,7 +95,7 @@ def command(
     short = shortage(config, kind, there, demand)
     printer.event("verdict", fits=short is None, context=demand.tokens, shortage=short)
     if short is None:
-        printer.line(f"yes: {demand} fit")
+        printer.line(f"yes: {demand}")
         printer.done(fits=True)
         return
     raise FitError(short, f"room for {demand}", nearest(config, kind, there, demand))

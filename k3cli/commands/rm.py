@@ -11,7 +11,9 @@ from k3cli.commands.output import Printer, human_bytes
 
 
 def command(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=opt.session_names)],
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="Session names.", autocompletion=opt.session_names)
+    ],
     json: opt.Json = False,
 ) -> None:
     """Delete sessions. What no other session needs is freed at once; forks stay whole."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from threading import Event
 from types import FrameType
 
+from k3cli.commands.bar import erased
 from k3cli.errors import Exit
 
 
@@ -136,7 +137,8 @@ def cancel_on_signals() -> Iterator[Cancel]:
             _leave(number, frame)
         cancel(CODES[signal.Signals(number)])
         if sys.stderr.isatty():
-            sys.stderr.write("\nk3: stopping; the turn is being saved (once more to leave without saving)\n")
+            begin = erased(sys.stderr) or "\n"
+            sys.stderr.write(f"{begin}k3: stopping; the turn is being saved (once more to leave without saving)\n")
 
     before = {number: signal.signal(number, ask) for number in _handled()}
     try:

@@ -153,7 +153,7 @@ class TerminalSession:
     def __init__(self, args: list[str], env: dict[str, str]) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            os.execve(sys.executable, [sys.executable, *args], {**env, "TERM": "xterm"})
+            os.execve(sys.executable, [sys.executable, *args], env)
         self.seen = ""
 
     def expect(self, pattern: str, timeout: float = 60) -> str:
@@ -214,7 +214,7 @@ def terminal(process_env: dict[str, str], scripted: ModuleType) -> Iterator[Call
 
     def start(*args: str, env: dict[str, str] | None = None) -> TerminalSession:
         assert scripted.__file__ is not None
-        made.append(TerminalSession([scripted.__file__, *args], {**process_env, **(env or {})}))
+        made.append(TerminalSession([scripted.__file__, *args], {**process_env, "TERM": "xterm", **(env or {})}))
         return made[-1]
 
     yield start

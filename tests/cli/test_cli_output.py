@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from k3cli.commands.bar import erase_before_warnings
 from k3cli.commands.output import Printer, human_bytes, table, visible
 from k3cli.commands.turns import show
 from k3cli.engine import events as ev
@@ -82,6 +83,81 @@ def test_bars_only_on_a_terminal_and_gone_afterwards(printer) -> None:
     text = bar.err.getvalue()
     assert text.startswith("\rk3: loading [##########          ]  50%")
     assert " \r\x1b[2mk3: done" in text
+
+
+BAR = "prefill [##########          ]  50% "
+
+
+def print_line(printer: Printer) -> None:
+    printer.line("turn 1")
+
+
+def print_event(printer: Printer) -> None:
+    printer.json = True
+    printer.event("turn")
+
+
+def print_answer(printer: Printer) -> None:
+    printer.answer("text")
+
+
+def print_thinking(printer: Printer) -> None:
+    printer.thinking("text")
+
+
+def print_by_another(_printer: Printer) -> None:
+    Printer().notice("error: out of luck")
+
+
+def print_warning(_printer: Printer) -> None:
+    import warnings
+
+    warnings.showwarning("a library warns", UserWarning, "file.py", 1)
+
+
+@pytest.mark.parametrize(
+    "print_it", [print_line, print_event, print_answer, print_thinking, print_by_another, print_warning]
+)
+def test_whatever_is_printed_takes_the_bar_away_first(printer, monkeypatch, print_it) -> None:
+    """Both streams are one terminal: it is the order of the bytes that counts."""
+    one = printer(out=True, err=True)
+    one.err = one.out
+    monkeypatch.setattr("sys.stderr", one.out)
+    monkeypatch.setattr("warnings.showwarning", lambda *_: one.out.write("a library warns"))
+    erase_before_warnings()
+    one.progress("prefill", 1, 2)
+    print_it(one)
+    seen = one.out.getvalue()
+    text = f"\rk3: {BAR}"
+    blank = "\r" + " " * (len(text) - 1) + "\r"
+    assert seen.startswith(text + blank)
+    assert len(seen) > len(text + blank)
+    assert "\r" not in seen[len(text + blank) :]
+
+
+def test_a_result_in_a_pipe_leaves_the_bar(printer) -> None:
+    one = printer(err=True)
+    one.progress("prefill", 1, 2)
+    one.line("turn 1")
+    assert one.out.getvalue() == "turn 1\n"
+    assert one.err.getvalue() == f"\rk3: {BAR}"
+
+
+def test_a_bar_is_cut_where_the_line_ends(printer, monkeypatch) -> None:
+    """What wraps can't be redrawn: each bar left its first line behind."""
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = printer(err=True)
+    narrow.progress("loading", 1, 2, "of 8.0 GB", "500.0 MB/s, 12.0 s left")
+    narrow.progress("loading", 2, 2, "of 8.0 GB", "500.0 MB/s, 0.0 s left")
+    drawn = narrow.err.getvalue().split("\r")[1:]
+    assert [len(text) for text in drawn] == [39, 39]
+
+
+def test_a_bar_does_not_end_in_what_was_being_said(printer) -> None:
+    one = printer(out=True, err=True)
+    one.thinking("let me see")
+    one.progress("replay", 1, 2)
+    assert "see\x1b[0m\n\rk3: replay" in one.err.getvalue()
 
 
 def test_json_mode_keeps_the_answer_out_of_stdout(printer) -> None:

@@ -243,6 +243,17 @@ def test_the_prompt_of_a_terminal(terminal, k3, private_home) -> None:
     assert history.stat().st_mode & 0o077 == 0
 
 
+def test_a_dumb_terminal_gets_no_escapes(terminal) -> None:
+    chat = terminal("chat", "-s", "a", env={"TERM": "dumb"})
+    seen = chat.expect("k3> ")
+    chat.send("hello\r")
+    seen += chat.expect("You said: hello")
+    chat.send("/quit\r")
+    seen += chat.expect("saved a turn")
+    assert "\x1b" not in seen
+    assert chat.close() == 0
+
+
 def test_a_tool_call_at_a_terminal(terminal, k3, tmp_path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text('[{"type": "function", "function": {"name": "read", "description": "", "parameters": {}}}]')
