@@ -19,6 +19,7 @@ from k3cli.chat.specials import Family
 from k3cli.chat.tokenizer import Tokenizer
 from k3cli.chat.transcript import TranscriptEntry, read_k2
 from k3cli.errors import UsageError
+from k3cli.words import counted
 
 _CALL_ID = re.compile(r"functions\.(.+):\d+", re.DOTALL)
 _FORMAT = "the Kimi-Linear chat format"
@@ -51,7 +52,7 @@ class K2Renderer(Renderer):
     ) -> list[int]:
         if shapes.check_tools(tools, "tools"):
             raise UsageError(
-                f"{len(tools)} tools for {_FORMAT}, whose way to declare tools is not documented",
+                f"{counted(len(tools), 'tool')} for {_FORMAT}, whose way to declare tools is not documented",
                 "no tools",
                 "describe the tools in the system text",
             )

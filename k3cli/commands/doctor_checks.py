@@ -16,6 +16,7 @@ from k3cli.commands.failures import as_k3_error
 from k3cli.commands.output import human_bytes
 from k3cli.config import KEYS, Settings
 from k3cli.errors import Exit, FitError, K3Error
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +63,7 @@ def machine() -> Iterator[Check]:
 
     yield Check("machine", "system", f"{platform.system()} {platform.release()} {platform.machine()}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Check("machine", "cores", str(cores), f"torch uses {torch.get_num_threads()} threads")
+    yield Check("machine", "cores", str(cores), f"torch uses {counted(torch.get_num_threads(), 'thread')}")
     free = available_memory(torch.device("cpu"))
     yield Check("machine", "memory free", "unknown" if free is None else human_bytes(free))
     fast, what = fast_bf16_cpu()
@@ -126,13 +127,13 @@ def model(settings: Settings) -> Iterator[Check]:
         config = ModelConfig.from_dir(folder)
         kinds = f"{len(config.kda_layers)} KDA and {len(config.mla_layers)} MLA layers"
         yield Check("model", "architecture", config.model_type, kinds)
-        yield Check("model", "context limit", f"{config.context_limit:,} tokens", "config.json")
+        yield Check("model", "context limit", counted(config.context_limit, "token"), "config.json")
         files = open_checkpoint(folder, config)
-        shards = f"headers of all {len(files.shards)} files agree with config.json"
+        shards = "headers agree with config.json in " + counted(len(files.shards), "file")
         yield Check("model", "weight files", human_bytes(files.bytes_total), shards)
         tokenizer = Tokenizer.from_dir(folder)
         tokenizer.check_model(config.vocab)
-        yield Check("model", "tokenizer", f"{tokenizer.n_vocab:,} ids", tokenizer.digest)
+        yield Check("model", "tokenizer", counted(tokenizer.n_vocab, "id"), tokenizer.digest)
         renderer = renderer_for(config.model_type, tokenizer)
         yield Check("model", "chat format", renderer.format_version, tokenizer.family_reason)
         device, reason = choose_device(settings.device)
@@ -218,7 +219,7 @@ def fit(
     yield Check(
         "fit",
         "room",
-        f"{tokens:,} tokens of context",
+        f"{counted(tokens, 'token')} of context",
         "the whole context" if tokens == limit else f"of {limit:,}: {left}",
     )
     size = human_bytes(granules * geometry.granule)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from k3cli.commands.doctor_checks import Check
 from k3cli.config import Settings
 from k3cli.errors import Exit, K3Error, UsageError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +25,7 @@ def drafting(settings: Settings, window: int, folder: Path, config: ModelConfig)
     from k3cli.engine.drafting.choose import choose, without_draft
     from k3cli.engine.drafting.policy import describe
 
-    yield Check("chosen", "step", f"{window} rows", "always this many, so that drafts change no bit")
+    yield Check("chosen", "step", counted(window, "row"), "always this many, so that drafts change no bit")
     source = settings.sources.get("spec")
     choice = choose(settings.spec, f"asked for by {source}" if source else "", folder)
     problem = _trouble(choice, folder, config)
@@ -39,7 +40,7 @@ def drafting(settings: Settings, window: int, folder: Path, config: ModelConfig)
     if most > window:
         raise UsageError(f"window is {most}", f"1 to {window}, the rows of a step")
     if choice.kind != "off":
-        yield Check("chosen", "window", f"up to {most} tokens", settings.sources.get("window", "default"))
+        yield Check("chosen", "window", f"up to {counted(most, 'token')}", settings.sources.get("window", "default"))
         for name, value, reason in describe():
             yield Check("chosen", name, value, reason)
 

@@ -8,6 +8,7 @@ import typer
 
 from k3cli.commands import options as opt
 from k3cli.commands.output import Printer, human_bytes
+from k3cli.words import counted
 
 
 def command(
@@ -26,7 +27,8 @@ def command(
     if report.blocked:
         printer.notice(f"objects were left alone: {report.blocked}")
     what = "would be removed" if dry_run else "removed"
-    printer.notice(f"{len(report.removed)} files {what} ({report.leftovers} leftovers), {human_bytes(report.bytes)}")
+    files, leftovers = counted(len(report.removed), "file"), counted(report.leftovers, "leftover")
+    printer.notice(f"{files} {what} ({leftovers}), {human_bytes(report.bytes)}")
     printer.done(
         files=len(report.removed),
         bytes=report.bytes,

@@ -12,6 +12,7 @@ from typing import Any
 from k3cli.chat.messages import check_response_format, check_tools
 from k3cli.commands.combinations import refuse_unused
 from k3cli.errors import UsageError
+from k3cli.words import counted
 
 ONE_SHOT = "-p TEXT, a pipe, - or --tool-result"
 
@@ -182,7 +183,7 @@ def bind_tool_results(results: list[dict[str, Any]], calls: list[dict[str, Any]]
     missing = [f"{name} (id {call_id})" for call_id, name in waiting if call_id not in answers]
     if missing:
         raise UsageError(
-            f"{len(answers)} of {len(calls)} tool results given", "one each; missing " + ", ".join(missing)
+            f"{len(answers)} of {counted(len(calls), 'tool result')} given", "one each; missing " + ", ".join(missing)
         )
     return [answers[call_id] for call_id, _ in waiting]
 

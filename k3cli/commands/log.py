@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def command(
     name: opt.SessionArgument,
     tree: Annotated[bool, typer.Option("--tree", help="Every branch of the tree the session belongs to.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Counts, rates and bytes of each turn.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Counts, rates (tokens a second) and bytes of each turn.")
+    ] = False,
     json: opt.Json = False,
 ) -> None:
     """List the turns of a session from the first to the newest.
@@ -51,8 +53,8 @@ def command(
                 " ".join([*notes, prompt_line(turn.meta)])[:100],
             )
         )
-    counted = ("TOKENS", "REUSED", "REPLAYED", "PREFILLED", "GENERATED", "MLA", "KDA")
-    head: tuple[str, ...] = counted if stats else ("TOKENS", "NEW")
+    measured = ("TOKENS", "REUSED", "REPLAYED", "PREFILLED", "T/S", "GENERATED", "T/S", "MLA", "KDA")
+    head: tuple[str, ...] = measured if stats else ("TOKENS", "NEW")
     align = "<<" + ">" * len(head) + "<<"
     for line in table(("TURN", "ID", *head, "TIME (UTC)", "PROMPT"), rows, align):
         printer.line(line)
@@ -78,7 +80,14 @@ def turn_json(turn: Turn) -> dict[str, Any]:
 
 def _stats(turn: Turn) -> tuple[str, ...]:
     counts = turn.meta.get("counts", {})
-    told = (f"{counts[key]:,}" if key in counts else "-" for key in ("reused", "replayed", "prefilled", "generated"))
+    # A prompt that is kept as a turn of its own was evaluated with the rest of it: the times are those of both.
+    seconds = {} if turn.meta.get("kind") == "prompt" else turn.meta.get("seconds", {})
+    told: list[str] = []
+    for key, timed in (("reused", ""), ("replayed", ""), ("prefilled", "prefill"), ("generated", "decode")):
+        count, took = counts.get(key), seconds.get(timed)
+        told.append("-" if count is None else f"{count:,}")
+        if timed:
+            told.append(f"{count / took:,.0f}" if count and took else "-")
     return (f"{turn.total:,}", *told, human_bytes(turn.bytes_pages), human_bytes(turn.bytes_checkpoint))
 
 

@@ -40,7 +40,7 @@ def command(
         printer.notice(f"mark {label} was at turn {short_id(before)}, whose checkpoint may now be thinned")
     if not turn.has_checkpoint:
         printer.notice(
-            f"the checkpoint of turn {short_id(turn.id)} is already thinned: resuming there replays from an earlier one"
+            f"the checkpoint of turn {short_id(turn.id)} is gone already: resuming there replays from an earlier one"
         )
     printer.notice(f"marked turn {short_id(turn.id)} of session {name} as {label}")
     printer.event("marked", name=name, label=label, turn=turn.id, has_checkpoint=turn.has_checkpoint)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from k3cli.errors import SessionError, UsageError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -58,7 +59,9 @@ def resolve_turn(turns: Sequence[Turn], wanted: str, session: str, marks: Mappin
             f"k3 log {session} lists them",
         )
     if len(fits) > 1:
-        raise UsageError(f"{wanted!r} fits {len(fits)} turns", "one of " + ", ".join(short_id(t.id, 16) for t in fits))
+        raise UsageError(
+            f"{wanted!r} fits {counted(len(fits), 'turn')}", "one of " + ", ".join(short_id(t.id, 16) for t in fits)
+        )
     return fits[0]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from k3cli.commands.output import human_bytes
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +29,10 @@ class Demand:
     checkpoints: int
 
     def __str__(self) -> str:
-        live = f"{self.sessions} session{'s' * (self.sessions > 1)} of {self.tokens:,} tokens"
+        live = f"{counted(self.sessions, 'session')} of {counted(self.tokens, 'token')}"
         if self.forks:
-            live += f" and {self.forks} fork{'s' * (self.forks > 1)}"
-        return f"{live}, {self.checkpoints} checkpoint{'s' * (self.checkpoints > 1)} each on disk"
+            live += f" and {counted(self.forks, 'fork')}"
+        return f"{live}, {counted(self.checkpoints, 'checkpoint')} each on disk"
 
 
 def state_room(config: ModelConfig, kind: torch.dtype, there: Machine) -> int:

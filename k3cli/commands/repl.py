@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from k3cli.commands.signals import (
 )
 from k3cli.commands.turns import refuse_unsaved, run_turn, settle, show
 from k3cli.errors import Exit, K3Error, UsageError
+from k3cli.words import counted, in_words
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -128,7 +130,7 @@ class Repl:
 
     def _info(self, _argument: str) -> None:
         for key, value in self.conversation.info().items():
-            self.printer.notice(f"{key}: {value}")
+            self.printer.notice(f"{key.replace('_', ' ')}: {in_words(value)}")
 
     def _save(self, _argument: str) -> None:
         settle(self.conversation, self.printer)
@@ -147,7 +149,7 @@ class Repl:
         if self.conversation.queued and not self._warned:
             self._warned = True
             self.printer.notice(
-                f"{self.conversation.queued} turns are in memory only; /save tries again, /quit once more loses them"
+                f"{counted(self.conversation.queued, 'turn')} in memory only: /save tries again, /quit again gives up"
             )
             return
         self.leaving = True
@@ -174,6 +176,7 @@ def repl(
     conversation: Conversation, printer: Printer, sampling: Sampling, history: Path, fresh_name: Callable[[], str]
 ) -> Exit:
     """Ask, answer, until the user leaves. Returns the exit code; raises K3Error when turns are lost by leaving."""
+    printer.goes_on = True
     asking = _prompt_session(history)
     chat = Repl(conversation, printer, sampling, fresh_name)
     printer.notice("/help lists the commands; Ctrl-D leaves")
@@ -247,8 +250,11 @@ def _step(chat: Repl, asking: PromptSession[str]) -> Exit:
 def _prompt_session(history: Path) -> PromptSession[str]:
     """A multi-line prompt whose history only its owner can read."""
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import create_app_session
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output.plain_text import PlainTextOutput
+    from prompt_toolkit.utils import is_dumb_terminal
 
     class History(FileHistory):
         def load_history_strings(self) -> Iterable[str]:
@@ -283,4 +289,6 @@ def _prompt_session(history: Path) -> PromptSession[str]:
         os.close(os.open(history, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
     except OSError as problem:
         raise K3Error(f"{history}: {problem.strerror}", "a file k3 may write", "check K3_HOME") from None
-    return PromptSession(history=History(str(history)), multiline=True, key_bindings=keys)
+    # A dumb terminal is asked without moving its cursor, but the output made for any other shows and blinks it first.
+    with create_app_session(output=PlainTextOutput(sys.stdout)) if is_dumb_terminal() else nullcontext():
+        return PromptSession(history=History(str(history)), multiline=True, key_bindings=keys)

@@ -11,6 +11,7 @@ from k3cli.commands.combinations import given, refuse_unused
 from k3cli.commands.names import short_id
 from k3cli.commands.output import Printer
 from k3cli.errors import ReplayDiffers, UsageError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -110,9 +111,8 @@ def _compare(store: Store, settings: Settings, printer: Printer, name: str, star
         if isinstance(event, ev.TurnReplayed):
             turns, tokens, states = turns + 1, tokens + event.tokens, states + (event.state == "equal")
             if not any(found.number == event.number for found in differences):
-                printer.line(
-                    f"turn {event.number} {short_id(event.turn)}: {event.tokens:,} tokens equal, state {event.state}"
-                )
+                equal = f"{counted(event.tokens, 'token')} equal, state {event.state}"
+                printer.line(f"turn {event.number} {short_id(event.turn)}: {equal}")
         elif isinstance(event, ev.Difference):
             differences.append(event)
             printer.line(f"turn {event.number} {short_id(event.turn)}: differs {difference(event)}")
@@ -122,15 +122,16 @@ def _compare(store: Store, settings: Settings, printer: Printer, name: str, star
             "what was recorded",
             "the same build, device, ranks, dtype and window; k3 doctor shows them",
         )
-    printer.line(f"replay of {name} is equal: {turns} turns, {tokens:,} generated tokens, {states} kept checkpoints")
+    compared = f"{counted(tokens, 'generated token')}, {counted(states, 'kept checkpoint')}"
+    printer.line(f"replay of {name} is equal: {counted(turns, 'turn')}, {compared}")
     printer.done(turns=turns, tokens=tokens, checkpoints=states, equal=True)
 
 
 def difference(event: Any) -> str:
     """Where and by how much, in words."""
     if event.field is not None:
-        size = "" if event.max_abs is None else f" by up to {event.max_abs:.3g}"
-        return f"at position {event.position}: state field {event.field}, layer {event.layer},{size} not equal"
+        size = "" if event.max_abs is None else f", by up to {event.max_abs:.3g}"
+        return f"at position {event.position}: state field {event.field} of layer {event.layer}{size}"
     margin = "" if event.margin is None else f", margin {event.margin:.3g}"
     return f"at position {event.position}: token {event.recorded} recorded, {event.got} generated{margin}"
 
@@ -149,8 +150,9 @@ def _score(store: Store, settings: Settings, printer: Printer, name: str) -> Non
             nats, tokens = nats + event.nats, tokens + event.tokens
             perplexity = "-" if event.perplexity is None else f"{event.perplexity:.3f}"
             printer.line(
-                f"turn {event.number} {short_id(event.turn)}: answer {event.nats:.3f} nats, {event.tokens:,} tokens "
-                f"(perplexity {perplexity}), prompt {event.prompt_nats:.3f} nats over {event.prompt_tokens:,} tokens"
+                f"turn {event.number} {short_id(event.turn)}: answer {event.nats:.3f} nats, "
+                f"{counted(event.tokens, 'token')} (perplexity {perplexity}), "
+                f"prompt {event.prompt_nats:.3f} nats over {counted(event.prompt_tokens, 'token')}"
             )
     printer.done(nats=nats, tokens=tokens)
 

@@ -11,9 +11,13 @@ from k3cli.commands.log import turn_json
 from k3cli.commands.names import find_turn, short_id
 from k3cli.commands.output import Printer, human_bytes
 from k3cli.commands.transcript import print_messages, recorded_messages
+from k3cli.words import counted, in_words
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
+
+NAMES = {"v": "record version", "close": "ids that close the answer", "prompt": "prompt tokens", "stop": "stopped by"}
+"""Keys of a turn's record that say too little by themselves."""
 
 
 def command(name: opt.SessionArgument, at: opt.At = None, json: opt.Json = False) -> None:
@@ -51,7 +55,7 @@ def _session(store: Store, name: str, printer: Printer) -> None:
         )
     if used is not None:
         facts["MLA pages"] = f"{human_bytes(used.mla_own)} own, {human_bytes(used.mla_shared)} shared"
-        checkpoints = f"{used.checkpoints} checkpoints"
+        checkpoints = counted(used.checkpoints, "checkpoint")
         facts["KDA state"] = f"{human_bytes(used.kda_own)} own, {human_bytes(used.kda_shared)} shared, {checkpoints}"
     facts |= {f"mark {label}": short_id(turn_id) for label, turn_id in sorted(session.marks.items())}
     facts |= _fixed(session.fixed)
@@ -68,7 +72,7 @@ def _fixed(fixed: Mapping[str, Any]) -> dict[str, str]:
     head = dict(fixed.get("head", {}))
     tools = [str(tool.get("function", tool).get("name", "?")) for tool in head.pop("tools", [])]
     known = {"model": fixed.get("model"), **head, "tools": ", ".join(tools) or "none"}
-    shown = {key: "none" if value is None else " ".join(str(value).split()) for key, value in known.items()}
+    shown = {key: in_words(value) for key, value in known.items()}
     return {key: text if len(text) < 200 else text[:200] + "..." for key, text in shown.items()}
 
 
@@ -76,7 +80,7 @@ def _turn(store: Store, name: str, at: str, printer: Printer) -> None:
     turn = find_turn(store, name, at)
     ids = list(turn.tokens)
     printer.event("turn", **turn_json(turn), ids=ids)
-    kept = "kept" if turn.has_checkpoint else "thinned (resuming here replays from an earlier one)"
+    kept = "kept" if turn.has_checkpoint else "not kept (resuming here replays from an earlier one)"
     printer.line(f"turn: {turn.id}")
     printer.line(f"parent: {turn.parent or 'none'}")
     printer.line(f"created: {turn.created}")
@@ -84,5 +88,5 @@ def _turn(store: Store, name: str, at: str, printer: Printer) -> None:
     printer.line(f"checkpoint: {kept}")
     for key, value in turn.meta.items():
         if key not in ("given", "answer", "calls", "context"):
-            printer.line(f"{key}: {value}")
+            printer.line(f"{NAMES.get(key, key)}: {in_words(value)}")
     print_messages(recorded_messages(turn.meta), printer)

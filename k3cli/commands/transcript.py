@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def recorded_messages(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of one turn as its record tells them: those given, then the answer."""
-    answer = meta.get("answer")
-    return [*meta.get("given", {}).get("messages", []), *([answer] if answer else [])]
+    """The messages of one turn as its record tells them: the tools it declared, what was given, then the answer."""
+    given, answer = meta.get("given", {}), meta.get("answer")
+    declared = [{"kind": "tool-declare", "role": "system", "tools": given["tools"]}] if given.get("tools") else []
+    return [*declared, *given.get("messages", []), *([answer] if answer else [])]
 
 
 def prompt_line(meta: Mapping[str, Any]) -> str:
@@ -50,6 +51,10 @@ def print_messages(messages: Sequence[Mapping[str, Any]], printer: Printer) -> N
         kind = message.get("kind", "message")
         who = message.get("role", "?") if kind == "message" else kind
         printer.line(f"--- {who}" + (f" ({message['name']})" if message.get("name") else ""))
+        for tool in message.get("tools") or ():
+            function = tool.get("function", tool)
+            about = content_text(function.get("description"))
+            printer.line(f"(tool) {function.get('name')}" + (f": {about}" if about else ""))
         if message.get("reasoning_content"):
             printer.line(f"(thinking) {message['reasoning_content']}")
         text = content_text(message.get("content"))

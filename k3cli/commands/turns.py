@@ -10,6 +10,7 @@ from k3cli.commands.output import Printer, human_bytes
 from k3cli.commands.signals import Cancel, cancel_on_signals
 from k3cli.engine import events as ev
 from k3cli.errors import Exit, K3Error
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3cli.engine.conversation import Conversation
@@ -41,13 +42,13 @@ def show(event: ev.Event, printer: Printer) -> None:
         printer.notice(_opened(event))
     elif isinstance(event, ev.Stopped) and event.reason in ("length", "cancelled"):
         why = {"length": "the answer reached its length limit", "cancelled": "the answer was stopped"}
-        printer.notice(f"{why[event.reason]} after {event.generated:,} tokens")
+        printer.notice(f"{why[event.reason]} after {counted(event.generated, 'token')}")
     elif isinstance(event, ev.Speculation) and event.drafter != "off" and event.steps:
         printer.end()
         printer.notice(_speculation(event))
     elif isinstance(event, (ev.Saved, ev.NotSaved)):
         printer.end()
-        printer.notice(_saved(event))
+        printer.notice(_saved(event, printer.goes_on))
 
 
 def run_turn(
@@ -120,10 +121,9 @@ def settle(conversation: Conversation, printer: Printer) -> None:
 def refuse_unsaved(conversation: Conversation) -> None:
     """Raise when turns that are in memory only would end with this process: a script must not take that for success."""
     if lost := conversation.queued:
-        turns = "1 turn" if lost == 1 else f"{lost} turns"
         raise K3Error(
-            f"{turns} of session {conversation.name} could not be saved and ended with this process",
-            do="the line above says why; what was saved before is whole",
+            f"{counted(lost, 'turn')} of session {conversation.name} could not be saved and ended with this process",
+            do="why is said above; what was saved before is whole",
         )
 
 
@@ -137,7 +137,7 @@ def finish(code: Exit) -> None:
 
 def _opened(event: ev.SessionOpened) -> str:
     if event.how == "created":
-        shared = f", {event.reused:,} tokens of its head reused from the store" if event.reused else ""
+        shared = f", {counted(event.reused, 'token')} of its head reused from the store" if event.reused else ""
         return f"new session {event.name}{shared}"
     if event.how == "ephemeral":
         what = f"a fork of {event.source} that leaves nothing on disk"
@@ -147,22 +147,24 @@ def _opened(event: ev.SessionOpened) -> str:
         what = f"resumed session {event.name}"
     at = f" at turn {short_id(event.turn)}" if event.turn else ""
     return (
-        f"{what}{at}: {event.tokens:,} tokens, reused {event.reused:,}, replayed {event.replayed:,}, "
+        f"{what}{at}: {counted(event.tokens, 'token')}, reused {event.reused:,}, replayed {event.replayed:,}, "
         f"pending {event.pending:,}"
     )
 
 
 def _speculation(event: ev.Speculation) -> str:
     seconds = ", ".join(f"{name} {value:.2f} s" for name, value in event.seconds.items())
-    head = f"drafts {event.drafter}: {event.tokens_per_step:.2f} tokens a step, {event.steps:,} steps"
+    head = f"drafts {event.drafter}: {event.tokens_per_step:.2f} tokens a step, {counted(event.steps, 'step')}"
     if not event.acceptance:
         return f"{head}, nothing to draft; {seconds}"
     shares = " ".join(f"{100 * share:.0f}" for share in event.acceptance)
     largest = max(number for number, count in enumerate(event.rows, 1) if count)
-    return f"{head} of up to {largest} tokens (at most {event.window}), accepted by place {shares} %; {seconds}"
+    rows = f"of up to {counted(largest, 'token')} (at most {event.window})"
+    return f"{head} {rows}, accepted by place {shares} %; {seconds}"
 
 
-def _saved(event: ev.Saved | ev.NotSaved) -> str:
+def _saved(event: ev.Saved | ev.NotSaved, goes_on: bool) -> str:
+    """goes_on: a prompt follows, so that there may be another save. Why there was none is told by a Notice before."""
     counts = (
         f"reused {event.reused:,}, replayed {event.replayed:,}, prefilled {event.prefilled:,}, "
         f"generated {event.generated:,}"
@@ -172,4 +174,5 @@ def _saved(event: ev.Saved | ev.NotSaved) -> str:
         return f"saved {event.session} turn {short_id(event.turn)}: {counts}; {written}"
     if event.reason == "ephemeral":
         return f"not saved (ephemeral): {counts}"
-    return f"NOT saved ({event.reason}): {counts}; {event.queued} turns wait in memory for the next save"
+    waiting = f"{counted(event.queued, 'turn')} in memory only{', for the next save' if goes_on else ''}"
+    return f"NOT saved: {counts}; {waiting}"

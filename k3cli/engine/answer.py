@@ -16,6 +16,7 @@ from k3cli.engine.record import VERSION
 from k3cli.engine.snapshot import Snapshot
 from k3cli.engine.timeline import Timeline
 from k3cli.errors import UsageError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3_sessions.types import RestorePlan
@@ -45,7 +46,10 @@ def check_turn(
     if not spoken:
         raise UsageError("a turn without input", "at least one user message with text, or a tool result")
     if len(results) > len(open_calls):
-        raise UsageError(f"{len(results)} tool results for {len(open_calls)} open tool calls", "at most one for each")
+        raise UsageError(
+            f"{counted(len(results), 'tool result')} for {counted(len(open_calls), 'open tool call')}",
+            "at most one for each",
+        )
     known = {call["id"] for call in open_calls}
     for message in results:
         answered = message.get("tool_call_id") or message.get("id")

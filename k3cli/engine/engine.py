@@ -19,6 +19,7 @@ from k3cli.engine.drafting.rehearsal import time_draft, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.timeline import Timeline
 from k3cli.errors import FitError, UsageError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3cli.chat.renderer import Renderer
@@ -253,7 +254,7 @@ class Engine:
         rows += [
             {
                 "what": "window",
-                "choice": f"{self.model.window} rows",
+                "choice": counted(self.model.window, "row"),
                 "reason": "decode and verify always run this many rows, so that they give the same bits",
             },
             {
@@ -263,7 +264,7 @@ class Engine:
             },
             {
                 "what": "prefill chunk",
-                "choice": f"{self.model.prefill_chunk} tokens",
+                "choice": counted(self.model.prefill_chunk, "token"),
                 "reason": "chunks end at multiples of the absolute position, so that equal prompts take equal paths",
             },
             {
@@ -271,6 +272,6 @@ class Engine:
                 "choice": self.renderer.format_version,
                 "reason": f"{self.tokenizer.family} special tokens ({self.tokenizer.family_reason})",
             },
-            {"what": "context limit", "choice": f"{self.context_limit} tokens", "reason": "config.json"},
+            {"what": "context limit", "choice": counted(self.context_limit, "token"), "reason": "config.json"},
         ]
         return rows

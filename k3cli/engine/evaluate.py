@@ -17,6 +17,7 @@ from k3cli.engine.limits import Cancel, never, overflow
 from k3cli.engine.restore import InterruptedWorkError
 from k3cli.engine.saving import Saver, save_events
 from k3cli.errors import ModelError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3cli.engine.engine import Engine
@@ -46,7 +47,9 @@ def score(engine: Engine, store: Any, name: str, *, cancel: Cancel = never) -> I
             nats[first : first + len(known)] = logp.cpu().numpy()
         yield ev.Progress("score", timeline.position, len(tokens))
     if timeline.position < len(tokens):
-        raise InterruptedWorkError(f"stopped after {timeline.position} of {len(tokens)} tokens", do="run it again")
+        raise InterruptedWorkError(
+            f"stopped after {timeline.position:,} of {counted(len(tokens), 'token')}", do="run it again"
+        )
     for number, (turn, (start, begin, end)) in enumerate(zip(turns, bounds, strict=True), 1):
         answer = float(nats[begin:end].sum())
         given = max(start, 1)
@@ -120,7 +123,8 @@ def replay_into(
             yield from _saved(saver, new, counts)
             if timeline.position < len(timeline.tokens) - 1:
                 raise InterruptedWorkError(
-                    f"stopped in turn {number}", do=f"session {new} holds {number - 1} turns" if number > 1 else None
+                    f"stopped in turn {number}",
+                    do=f"session {new} holds {counted(number - 1, 'turn')}" if number > 1 else None,
                 )
             context = dict(meta["context"])
             later = [tool for tool in context["tool_names"] if tool not in before]

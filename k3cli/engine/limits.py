@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from k3cli.errors import ContextError
+from k3cli.words import counted
 
 Cancel = Callable[[], bool]
 """Asked between steps; True ends the work there."""
@@ -18,8 +19,8 @@ def never() -> bool:
 def overflow(history: int, new: int, limit: int) -> ContextError:
     """The refusal that names both counts."""
     return ContextError(
-        f"the history holds {history} tokens and {new} more are needed, {history + new} in all",
-        f"at most {limit}, the context limit",
+        f"the history holds {counted(history, 'token')} and {new:,} more make {history + new:,}",
+        f"at most {limit:,}, the context limit",
         "start a new session, fork from an earlier turn, or send less",
     )
 

@@ -18,6 +18,7 @@ from k3cli.engine.sampling import Sampling, draw, margin
 from k3cli.engine.schedule import Schedule
 from k3cli.engine.timeline import Timeline
 from k3cli.errors import UsageError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3_sessions.types import StateLayout, StateSource, Turn
@@ -55,7 +56,8 @@ def replay(
         timeline = engine.restored_timeline(stored, tokens)
     if plan.boundary < start:
         yield ev.Notice(
-            "replaying", f"{start - plan.boundary} tokens before turn {first} are evaluated again ({plan.reason})"
+            "replaying",
+            f"evaluating {counted(start - plan.boundary, 'token')} before turn {first} again ({plan.reason})",
         )
         ahead = record.recorded_schedule(turns[: first - 1], plan.boundary, start)
         yield from _evaluate(timeline, ahead, start, cancel)

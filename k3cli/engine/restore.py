@@ -14,6 +14,7 @@ from k3cli.engine.record import recorded_schedule, runtime_change
 from k3cli.engine.schedule import Schedule
 from k3cli.engine.timeline import Timeline
 from k3cli.errors import DamagedError, Exit, K3Error, SessionError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3_sessions.types import RestorePlan, Turn
@@ -56,7 +57,8 @@ def restore_turn(
         raise _with_offer(turn_id, plan, plan.damaged)
     if plan.boundary < plan.target and require_cached:
         raise SessionError(
-            f"turn {turn_id[:10]} can't be restored without evaluating {plan.target - plan.boundary} old tokens again "
+            f"turn {turn_id[:10]} can't be restored without evaluating "
+            f"{counted(plan.target - plan.boundary, 'old token')} again "
             f"({plan.reason})",
             "a kept checkpoint, because --require-cached was given",
             "resume without it, or go on from another turn (`k3 log` shows which keep one)",
@@ -77,7 +79,7 @@ def restore_turn(
             Notice(
                 "replaying",
                 f"turn {turn_id[:10]} keeps no state of its own ({plan.reason}): evaluating "
-                f"{plan.target - plan.boundary} of {plan.target} tokens again as recorded",
+                f"{plan.target - plan.boundary:,} of {counted(plan.target, 'token')} again as recorded",
             )
         )
         follow(timeline, recorded_schedule(store.lineage(turn_id), plan.boundary, plan.target), emit, cancel)
@@ -110,7 +112,8 @@ def follow(timeline: Timeline, schedule: Schedule, emit: Emit, cancel: Cancel) -
         emit(Progress("replay", timeline.position - first, total))
     if timeline.position < schedule.stop:
         raise InterruptedWorkError(
-            f"stopped after {timeline.position - first} of {total} tokens", do="nothing was changed; run it again"
+            f"stopped after {timeline.position - first:,} of {counted(total, 'token')}",
+            do="nothing was changed; run it again",
         )
 
 
@@ -121,5 +124,5 @@ def _with_offer(turn_id: str, plan: RestorePlan, what: str) -> DamagedError:
         f"the state of turn {turn_id[:10]} can't be restored: {what}",
         "the bytes that were written",
         f"`k3 repair` sets what is damaged aside; the turn then resumes from {where}, evaluating "
-        f"{plan.target - plan.boundary} tokens again",
+        f"{counted(plan.target - plan.boundary, 'token')} again",
     )

@@ -171,10 +171,7 @@ class Saver:
 def save_events(result: SaveResult, session: str, counts: Mapping[str, int], queued: int) -> list[ev.Event]:
     """What to tell after an attempt to save. counts: those of the turn (events.Saved)."""
     if result.report is None:
-        message = (
-            f"this turn could not be saved ({result.error}); the conversation goes on in memory, and the next save "
-            "will contain it"
-        )
+        message = f"this turn could not be saved: {result.error}"
         return [ev.Notice("not-saved", message), ev.NotSaved(str(result.error), **counts, queued=queued)]
     report = result.report
     told: list[ev.Event] = [ev.Notice("store", line) for line in result.notices]

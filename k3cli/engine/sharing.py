@@ -13,6 +13,7 @@ from k3cli.engine.record import recorded_schedule, runtime_change
 from k3cli.engine.restore import recall
 from k3cli.engine.schedule import Schedule
 from k3cli.engine.timeline import Timeline
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3_sessions.types import RestorePlan
@@ -51,7 +52,8 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
     # The steps that made this state belong to the record of the new session, so that it can be replayed by itself.
     steps = recorded_schedule(store.lineage(plan.turn), 0, plan.boundary)
     found = Notice(
-        "shared-prefix", f"the first {plan.boundary} tokens are known from another session: their state is reused"
+        "shared-prefix",
+        f"the prompt begins with {counted(plan.boundary, 'token')} of another session, whose state is reused",
     )
     keep_at = plan.matched if plan.matched > plan.boundary else 0
     known = engine.known_timeline(ids[: plan.boundary]) if canonical(steps, engine.model.prefill_chunk) else None
@@ -65,8 +67,8 @@ def start_shared(engine: Engine, store: Any, ids: Sequence[int]) -> SharedStart:
     except (Damaged, SessionChanged) as error:
         lost = Notice(
             "shared-prefix-unusable",
-            f"{plan.boundary} tokens are known from another session, but their state can't be read ({error}): "
-            "evaluating them",
+            f"the prompt begins with {counted(plan.boundary, 'token')} of another session, whose state can't be read "
+            f"({error}): evaluating them",
         )
         return SharedStart(engine.timeline(), None, 0, (lost,))
     timeline.schedule = steps

@@ -14,6 +14,7 @@ from k3cli.engine.saves import Saves
 from k3cli.engine.timeline import Timeline
 from k3cli.engine.transcript import transcript
 from k3cli.errors import SessionError
+from k3cli.words import counted
 
 if TYPE_CHECKING:
     from k3_sessions.types import RestorePlan
@@ -147,7 +148,7 @@ class Standing:
     def _all_saved(self, what: str) -> None:
         if self.queued:
             raise SessionError(
-                f"{self.queued} turns of {self.name} are in memory only",
+                f"{counted(self.queued, 'turn')} of {self.name} in memory only",
                 "a saved session",
                 f"save it first, then {what}",
             )

@@ -68,7 +68,7 @@ def test_a_state_that_differs_is_found(talked, scripted, monkeypatch) -> None:
     monkeypatch.setattr(scripted.ScriptedState, "checkpoint", other)
     done = talked("replay", "a", "--from", "1", "--to", "1")
     assert done.code == Exit.REPLAY_DIFFERS
-    assert "state field recurrent, layer 0" in done.out
+    assert "state field recurrent of layer 0, by up to 1" in done.out
 
 
 def test_other_weights_cannot_replay_but_score(talked) -> None:

@@ -123,12 +123,12 @@ def test_sigkill_between_answer_and_save_loses_that_turn_only(terminal, k3, afte
 def test_a_refused_save_is_told_at_the_prompt_and_leaving_says_what_is_lost(terminal, k3) -> None:
     chat = terminal("chat", "-s", "a", env={"K3_QUOTA": "2000"})
     chat.expect("k3>")
-    for queued in (1, 2):
+    for queued in ("1 turn", "2 turns"):
         chat.send("hello\r")
-        chat.expect(f"(?s)this turn could not be saved.*{queued} turns wait in memory")
+        chat.expect(f"(?s)this turn could not be saved.*{queued} in memory only, for the next save")
         chat.expect("k3>")
     chat.send("/quit\r")
-    chat.expect("2 turns are in memory only; /save tries again, /quit once more loses them")
+    chat.expect("2 turns in memory only: /save tries again, /quit again gives up")
     chat.expect("k3>")
     chat.send("/quit\r")
     chat.expect("2 turns of session a could not be saved")

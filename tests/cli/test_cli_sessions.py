@@ -111,7 +111,7 @@ def test_log_tree_shows_every_branch_once(forked) -> None:
 
 def test_log_stats(forked) -> None:
     lines = forked("log", "a", "--stats").out.splitlines()
-    assert lines[0].split()[2:9] == ["TOKENS", "REUSED", "REPLAYED", "PREFILLED", "GENERATED", "MLA", "KDA"]
+    assert lines[0].split()[2:8] == ["TOKENS", "REUSED", "REPLAYED", "PREFILLED", "T/S", "GENERATED"]
     assert len(lines) == 4
 
 

@@ -229,7 +229,7 @@ def test_tool_calls_end_the_turn_and_wait_for_results(fake_engine, store, talk) 
         events = talk(conversation, messages=[result], reply="It is 2.")
         assert text_of(events) == "It is 2."
         assert conversation.open_calls() == []
-        with pytest.raises(UsageError, match="1 tool results for 0 open"):
+        with pytest.raises(UsageError, match="1 tool result for 0 open"):
             conversation.turn([result])
         shown = [(m["role"], m.get("content")) for m in conversation.transcript() if m["kind"] == "message"]
     assert shown == [("user", "Add"), ("assistant", ""), ("tool", "2"), ("assistant", "It is 2.")]
@@ -290,7 +290,7 @@ def test_context_overflow_is_refused_before_anything_is_evaluated(make_fake_engi
         talk(conversation, "Hello", "Hi")
         engine.model.calls.clear()
         before = list(conversation._timeline.tokens)
-        with pytest.raises(ContextError, match=rf"holds {len(before)} tokens and \d+ more .*at most 700"):
+        with pytest.raises(ContextError, match=rf"holds {len(before):,} tokens and \d+ more .*at most 700"):
             conversation.turn([{"role": "user", "content": "x" * 700}])
         assert not engine.model.calls
         assert conversation._timeline.tokens == before

@@ -147,7 +147,7 @@ def test_a_thinned_turn_resumes_bit_for_bit(make_fake_engine, sparse_store, reco
         ) as conversation:
             (notice,) = of(events, ev.Notice)
             assert notice.code == "replaying"
-            assert f"evaluating {turn.position} of {turn.position} tokens again" in notice.message
+            assert f"evaluating {turn.position:,} of {turn.position:,} tokens again" in notice.message
             assert events.index(notice) < events.index(of(events, ev.Progress)[0]), "the cost is told first"
             opened = of(events, ev.SessionOpened)[0]
             assert (opened.reused, opened.replayed) == (0, turn.position)
@@ -157,7 +157,7 @@ def test_a_thinned_turn_resumes_bit_for_bit(make_fake_engine, sparse_store, reco
             assert report.replayed == 0
         again = Conversation.open(make_fake_engine(), sparse_store, "a", mode="ephemeral", at=turn.id)
         assert state_bytes(again._timeline) == live[turn.total]
-    with pytest.raises(SessionError, match=rf"without evaluating {log[1].position} old tokens again"):
+    with pytest.raises(SessionError, match=rf"without evaluating {log[1].position:,} old tokens again"):
         Conversation.open(make_fake_engine(), sparse_store, "a", mode="ephemeral", at=log[1].id, require_cached=True)
 
 

@@ -249,7 +249,7 @@ def test_a_damaged_turn_is_refused_with_the_cost_of_the_next_best(make_fake_engi
         elif how == "directory":
             path.mkdir()
     cost = log[2].position - log[1].position
-    offer = rf"joint boundary at {log[1].position}, evaluating {cost} tokens again"
+    offer = rf"joint boundary at {log[1].position}, evaluating {cost:,} tokens again"
     before = sorted(path for path in (tmp_path / "store").rglob("*") if "locks" not in path.parts)
     for _ in range(2):
         with pytest.raises(DamagedError, match=offer):

@@ -160,7 +160,7 @@ def test_a_closed_timeline_refuses_use(fake_timeline) -> None:
 
 def test_the_context_limit_is_refused_with_both_counts(fake_timeline, fake_model) -> None:
     timeline = fake_timeline([1] * 90, limit=100)
-    with pytest.raises(ContextError, match=r"holds 90 tokens and 11 more are needed, 101 in all; expected at most 100"):
+    with pytest.raises(ContextError, match=r"holds 90 tokens and 11 more make 101; expected at most 100"):
         timeline.extend([2] * 11)
     assert len(timeline.tokens) == 90
     assert not fake_model.calls
