@@ -16,7 +16,7 @@ from k3cli.commands.failures import as_k3_error
 from k3cli.commands.output import human_bytes
 from k3cli.config import KEYS, Settings
 from k3cli.errors import Exit, FitError, K3Error
-from k3cli.words import counted
+from k3cli.words import counted, in_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,7 +96,9 @@ def settings_rows(settings: Settings) -> Iterator[Check]:
     """Every key that is not at its default, and where its value came from."""
     for key in KEYS:
         if key in settings.sources:
-            yield Check("settings", key, str(getattr(settings, key)), settings.sources[key])
+            value = getattr(settings, key)
+            shown = human_bytes(value) if key in ("quota", "free_floor") else in_words(value)
+            yield Check("settings", key, shown, settings.sources[key])
     if not settings.sources:
         yield Check("settings", "all", "defaults")
 

@@ -18,6 +18,8 @@ from k3cli.commands import bar
 from k3cli.engine.events import SCHEMA
 from k3cli.errors import K3Error
 
+DUMB = ("dumb", "unknown")
+"""Values of TERM for a terminal that knows no escapes."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -89,7 +91,9 @@ class Printer:
         self.goes_on = False  # a prompt follows what is printed: set by the one that asks
         self.out: TextIO = sys.stdout
         self.err: TextIO = sys.stderr
-        self._dim = self.err.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._dim = (
+            self.err.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM", "").lower() not in DUMB
+        )
         self._bar_time = 0.0
         self._event_time = 0.0
         self._thinking_open = False

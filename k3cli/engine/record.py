@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from k3cli.chat.renderer import RenderContext
 from k3cli.engine.schedule import Schedule
 from k3cli.errors import DamagedError
+from k3cli.words import in_words
 
 if TYPE_CHECKING:
     from k3_sessions.types import Turn
@@ -88,8 +89,8 @@ def runtime_change(turn: Turn, engine: Engine) -> str:
         return ""
     return (
         "the session was last extended with "
-        + ", ".join(f"{key} {then.get(key)}" for key in other)
+        + ", ".join(f"{key} {in_words(then.get(key))}" for key in other)
         + "; now "
-        + ", ".join(f"{key} {now[key]}" for key in other)
+        + ", ".join(f"{key} {in_words(now[key])}" for key in other)
         + ": answers may differ in rounding from a run that never stopped"
     )

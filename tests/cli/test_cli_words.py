@@ -79,6 +79,25 @@ def test_info_is_told_without_marks_of_python(terminal) -> None:
     assert chat.close() == 0
 
 
+def test_settings_are_told_without_marks_of_python(tmp_path) -> None:
+    from k3cli.commands.doctor_checks import settings_rows
+    from k3cli.config import load_settings
+
+    env = {"K3_HOME": str(tmp_path), "K3_THINKING": "0", "K3_QUOTA": "1G", "K3_SEED": "1234567"}
+    rows = {row.name: row.value for row in settings_rows(load_settings(env=env))}
+    assert rows == {"thinking": "no", "quota": "1.0 GB", "seed": "1234567"}
+
+
+def test_what_a_machine_did_not_record_is_none(k3, monkeypatch) -> None:
+    """Turns of an older version may say less of where they ran."""
+    from k3cli.engine.engine import Engine
+
+    plain = Engine.runtime
+    k3("chat", "-s", "a", "-p", "hi")
+    monkeypatch.setattr(Engine, "runtime", lambda engine: plain(engine) | {"clocks": 2})
+    assert "last extended with clocks none; now clocks 2" in k3("resume", "a", "-p", "more").err
+
+
 def test_a_difference_of_the_state_is_a_sentence() -> None:
     event = ev.Difference("id", 1, 126, None, None, None, "recurrent", 1, 1.91e-6)
     assert difference(event) == "at position 126: state field recurrent of layer 1, by up to 1.91e-06"
