@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from k3_sessions.blobs import TEMP_PREFIX, write_file
 from k3_sessions.disk import FileSystem
-from k3_sessions.errors import Damaged, FormatUnsupported
+from k3_sessions.errors import BadName, Damaged, FormatUnsupported
 from k3_sessions.records import seal, unseal
 
 FOLDERS = ("objects", "refs", "locks", "quarantine")
@@ -31,7 +31,9 @@ def check_format(fs: FileSystem, mend: bool) -> str:
         return fault
     foreign = sorted(set(names) - set(FOLDERS))
     if foreign or any(fs.names(name) for name in names if name != "locks"):
-        raise FormatUnsupported(
+        # Nothing in it is a store's: the wrong folder, and no damage.
+        wrong = FormatUnsupported if set(names) & set(FOLDERS) else BadName
+        raise wrong(
             f"{fs.where} has no FORMAT file but holds {', '.join(foreign or names)[:80]}",
             "a session store or an empty folder",
             "choose another folder" if foreign else "run `k3 repair` if this was a store",

@@ -45,8 +45,8 @@ class OpenStore(Locks):
         """Open the store at `root`, creating an empty one where there is nothing.
 
         mend: also open one whose FORMAT file is damaged or gone, for `repair`, which then writes it again.
-        Raises FormatUnsupported (another major version, or a folder with other things in it), NetworkFilesystem,
-        StoreReadOnly, IOFailure.
+        Raises BadName (a folder of other things), FormatUnsupported (another major version, no FORMAT),
+        NetworkFilesystem, StoreReadOnly, IOFailure.
         """
         config = config or StoreConfig()
         with os_errors(f"opening the session store {root}"):

@@ -14,7 +14,7 @@ import orjson
 import pytest
 from k3_sessions import Store
 from k3_sessions.blobs import Batch, path_of
-from k3_sessions.errors import Damaged, FormatUnsupported, IdentityMismatch, NetworkFilesystem, StoreError
+from k3_sessions.errors import BadName, Damaged, FormatUnsupported, IdentityMismatch, NetworkFilesystem, StoreError
 from k3_sessions.fs import RealFS
 from k3_sessions.objects import MAJOR, PREFIX, Kind, pack, unpack
 from k3_sessions.records import seal
@@ -384,7 +384,7 @@ def test_a_store_of_another_major_and_a_folder_of_other_things_are_refused(tmp_p
         Store.open(tmp_path / "s", config=CONFIG)
     (tmp_path / "t").mkdir()
     (tmp_path / "t/thesis.doc").write_text("x")
-    with pytest.raises(FormatUnsupported, match="thesis"):
+    with pytest.raises(BadName, match="thesis"):
         Store.open(tmp_path / "t", config=CONFIG)
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["thesis.doc"]
 
