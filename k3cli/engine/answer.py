@@ -181,7 +181,7 @@ class Answer:
         began = time.perf_counter()
         for token in timeline.generate(self._sampling, self._engine.renderer.stop_ids, limit, cancel):
             self._seconds["decode"] = time.perf_counter() - began
-            yield from self._drafter_failure()
+            yield from self.losses()
             yield from self._translate(self._parser.feed(token))
         self.finish(timeline.stop_reason)
 
@@ -194,9 +194,10 @@ class Answer:
 
     def closing_events(self) -> list[ev.Event]:
         """What is left to tell after `finish`."""
-        return [*self._drafter_failure(), *self._rest, ev.Stopped(self.stop, len(self.generated)), self._speculation()]
+        return [*self.losses(), *self._rest, ev.Stopped(self.stop, len(self.generated)), self._speculation()]
 
-    def _drafter_failure(self) -> list[ev.Event]:
+    def losses(self) -> list[ev.Event]:
+        """A notice for each drafter that was turned off since this was asked last."""
         speculator = self._timeline.speculator
         found: list[ev.Event] = []
         for loss in () if speculator is None else speculator.take_losses():

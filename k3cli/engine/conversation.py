@@ -183,6 +183,7 @@ class Conversation(Standing):
             self._conclude(answer, wait)
         finally:
             self._busy = False
+        yield from answer.losses()  # a drafter may fail in what it keeps
         yield from self._saves.told()
 
     def _conclude(self, answer: Answer, wait: bool) -> None:

@@ -262,6 +262,25 @@ def test_a_conversation_tells_of_a_drafter_that_failed(fake_engine, store, talk,
         assert not [event for event in again if isinstance(event, ev.Notice)]
 
 
+@pytest.mark.parametrize("where", ["keep", "fork"])
+def test_a_drafter_that_fails_while_a_turn_is_saved_is_told_with_that_turn(fake_engine, store, talk, where) -> None:
+    """A process of one turn has no later one to tell it in."""
+
+    class Forgetful(Broken):
+        def keep(self, position):
+            self._call("keep")
+
+        def fork(self):
+            self._call("fork")
+            return self
+
+    fake_engine.speculate(choose("suffix"), make=lambda: Forgetful(where, 1))
+    with Conversation.open(fake_engine, store, "a", mode="create") as conversation:
+        *_, notice, saved, _ = talk(conversation, "Hello", "Some words", sampling=Sampling(seed=1))
+        assert (notice.code, saved.type) == ("drafter-failed", "saved")
+        assert "RuntimeError: out of ideas" in notice.message
+
+
 def test_what_can_be_asked_for(fake_engine) -> None:
     assert choose("auto").kind == choose("suffix").kind == "suffix"
     assert choose("off").kind == "off"
