@@ -64,7 +64,7 @@ def _mark(folder: Path) -> dict[str, Any] | None:
     try:
         mark = json.loads((folder / MARK).read_text())
         return {"file": str(mark["file"]), "begun": str(mark["begun"]), "position": int(mark["position"])}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):  # whatever lies there
         return None
 
 
@@ -73,5 +73,5 @@ def _stands(mark: dict[str, Any]) -> bool:
     file = Path(mark["file"])
     try:
         return file.is_file() and read(file)[0].get("date") == mark["begun"]
-    except UsageError:
+    except (UsageError, OSError):
         return False

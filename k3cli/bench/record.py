@@ -194,7 +194,7 @@ def _holds_nothing(file: Path) -> bool:
 def _whole(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -242,7 +242,7 @@ def _parsed(lines: Sequence[str], file: Path) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines):
                 return
             raise UsageError(f"{file} line {number} is no JSON", "results that `k3 bench -o` wrote") from None

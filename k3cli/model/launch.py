@@ -32,7 +32,7 @@ def launched() -> tuple[int, int] | None:
     if words == (None, None):
         return None
     rank, size = (_number(word) for word in words)
-    said = f"RANK={words[0]} and WORLD_SIZE={words[1]}"
+    said = f"RANK={words[0] or ''} and WORLD_SIZE={words[1] or ''}"
     if rank is None or size is None:
         raise UsageError(said, f"two numbers, 0 or more, {SET}")
     if size < 1:

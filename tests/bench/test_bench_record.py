@@ -72,7 +72,18 @@ def test_a_file_that_was_cut_in_its_first_line_begins_anew(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"{}", b'{"v": 2, "row"', b'{"v": 1, "row": "decode"', b'{"row": "ru', bytes(9), b" ", b"a novel", b"{\n", b"\n{"],
+    [
+        b"{}",
+        b'{"v": 2, "row"',
+        b'{"v": 1, "row": "decode"',
+        b'{"row": "ru',
+        bytes(9),
+        b" ",
+        b"a novel",
+        b"{\n",
+        b"\n{",
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
 )
 def test_what_is_no_beginning_of_a_run_is_refused_and_left_as_it_is(tmp_path: Path, content: bytes):
     file = tmp_path / "mine"

@@ -129,3 +129,21 @@ def test_what_can_not_be_gone_on_with_is_evaluated_again(run, folders, tmp_path:
     assert extended(rows)[-1] == last
     assert ("can't be used" in err) == (how == "damaged")
     assert not folders()
+
+
+@pytest.mark.parametrize("kind", ["name", "position", "deep", "results"])
+def test_a_mark_that_no_run_has_written_stops_none(tmp_path: Path, kind: str):
+    folder, results = tmp_path / "bench-of-others", tmp_path / "rows.jsonl"
+    mark: dict[str, Any] = {"file": str(results), "begun": "now", "position": 1}
+    results.write_text("[" * 100_000)
+    text = {
+        "name": json.dumps(mark | {"file": "x" * 5000}),
+        "position": json.dumps(mark | {"position": float("inf")}),
+        "deep": "[" * 100_000,
+        "results": json.dumps(mark),
+    }
+    folder.mkdir()
+    (folder / "run.json").write_text(text[kind])
+    assert Kept(tmp_path, tmp_path / "mine.jsonl", "now", print).load(None, 0, 9) is None
+    # Where a mark can be read, its results can't be gone on with.
+    assert folder.exists() == (kind in ("position", "deep"))

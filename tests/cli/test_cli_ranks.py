@@ -260,7 +260,7 @@ def test_a_place_that_not_all_launched_ranks_can_have_is_refused(monkeypatch: py
 @pytest.mark.parametrize(
     ("rank", "size", "found"),
     [
-        ("1", None, "RANK=1 and WORLD_SIZE=None; expected two numbers"),
+        ("1", None, "RANK=1 and WORLD_SIZE=; expected two numbers"),
         ("2", "2", "RANK=2 and WORLD_SIZE=2; expected a rank below the number of ranks"),
         ("-1", "2", "RANK=-1 and WORLD_SIZE=2; expected two numbers"),
         ("0", "x", "RANK=0 and WORLD_SIZE=x; expected two numbers"),
