@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from k3cli.commands.inputs import Request, bind_tool_results
 from k3cli.commands.names import new_name
 from k3cli.commands.output import Printer
 from k3cli.commands.repl import repl
-from k3cli.commands.runtime import head_of, load_engine, other_model, recorded_model, sampling_of
+from k3cli.commands.runtime import head_of, load_engine, other_model, recorded_model, refuse_existing, sampling_of
 from k3cli.commands.turns import finish, refuse_unsaved, run_turn, show
 from k3cli.config import Settings
 from k3cli.errors import ContextError, UsageError
@@ -58,6 +57,8 @@ def talk(
     # Who else is writing there is told before minutes are spent on loading a model; and nobody begins meanwhile.
     written = {"create": [name], "resume": [name], "fork": [new] if new is not None else [], "ephemeral": []}[mode]
     with store.reserving(*written):
+        for made in written if mode != "resume" else ():
+            refuse_existing(store, made)  # somebody may have been quicker
         engine = load_engine(settings, printer)
         if drafts is not None:
             problem = drafts.apply(engine, store)
@@ -95,9 +96,12 @@ def talk(
             refuse_unsaved(conversation)
     except (ContextError, UsageError):  # refused before anything was evaluated: whoever asks again finds the name free
         if mode == "fork" and new is not None:
-            with suppress(StoreError):
+            try:
                 store.remove(new)
-            show(Notice("fork-removed", f"session {new} is gone again: its first turn was refused"), printer)
+                told = Notice("fork-removed", f"session {new} is gone again: its first turn was refused")
+            except StoreError as problem:
+                told = Notice("fork-stays", f"session {new} stays, although its first turn was refused: {problem}")
+            show(told, printer)
         raise
     finish(code)
 

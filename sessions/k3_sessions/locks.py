@@ -38,7 +38,7 @@ class Locks:
     def __init__(self, fs: FileSystem, config: StoreConfig) -> None:
         self.fs = fs
         self.config = config
-        self.crashed = False  # whether a process was seen to have died while it wrote a session
+        self.crashed = False  # whether a process was seen to have died while it wrote a session, or left it unfinished
         self._reserved: dict[str, Any] = {}  # locks that the next writers of these sessions take over
 
     @contextmanager
@@ -118,8 +118,9 @@ class Locks:
 
     @contextmanager
     def reserving(self, *names: str) -> Iterator[None]:
-        """The writer's locks of sessions for whoever needs long to get ready to write: in the block, the first one who
-        locks such a session through this store gets its lock and keeps it beyond. The others are given back at the end.
+        """The writer's locks of sessions for whoever needs long to get ready to write: in the block, the first writer
+        of such a session through this store gets its lock and keeps it beyond; what else changes the session (a fork
+        that makes it) leaves the lock where it is. The others are given back at the end.
 
         Raises SessionLocked, BadName.
         """
@@ -132,7 +133,7 @@ class Locks:
             for name in wanted:
                 lock = self._reserved.pop(name, None)
                 if lock is not None:
-                    # Nothing was written; but the note of a writer that died goes on telling of it.
+                    # The note of a writer that died goes on telling of it, and of what was left unfinished here.
                     self.unlock_session(name, lock, clean=not self.crashed)
 
     @contextmanager
@@ -141,7 +142,7 @@ class Locks:
         locks: list[tuple[str, Any]] = []
         clean = False
         try:
-            for name in sorted(set(names)):
+            for name in sorted(set(names) - self._reserved.keys()):
                 locks.append((name, self.lock_session(name)))
             yield
             clean = True
@@ -151,3 +152,4 @@ class Locks:
         finally:
             for name, lock in locks:
                 self.unlock_session(name, lock, clean=clean)
+            self.crashed = self.crashed or not clean

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from k3_sessions.errors import StoreBusy
+from k3_sessions.store import Store
 
 from k3cli.errors import Exit
 
@@ -313,6 +315,19 @@ def test_a_fork_whose_first_turn_is_refused_leaves_its_name_free(k3) -> None:
     again = k3("fork", "a", "b", "-p", "two", limit=8000)
     assert (again.code, again.out) == (0, "You said: two\n")
     assert k3("replay", "a").code == 0
+
+
+def test_a_fork_that_can_not_go_again_is_said_to_stay(k3, monkeypatch) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+
+    def busy(store: Store, name: str) -> None:
+        raise StoreBusy(f"session {name} was locked", do="try again")
+
+    monkeypatch.setattr(Store, "remove", busy)
+    refused = k3("fork", "a", "b", "-p", "x" * 900, limit=600)
+    assert refused.code == Exit.CONTEXT
+    assert "session b stays, although its first turn was refused: session b was locked" in refused.err
+    assert k3("show", "b").code == 0
 
 
 def test_limits_and_sampling(k3) -> None:

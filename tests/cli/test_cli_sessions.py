@@ -350,3 +350,19 @@ def test_a_session_that_is_being_written_is_told_before_the_model_is_loaded(k3, 
     free = store()
     free.unlock_session(name, free.lock_session(name), clean=True)
     assert not free.crashed
+
+
+@pytest.mark.parametrize("words", [("chat", "-s", "d", "-p", "more"), ("fork", "a", "d", "-p", "more")])
+def test_a_session_that_somebody_was_quicker_to_make_is_told_before_the_model_is_loaded(k3, monkeypatch, words) -> None:
+    k3("chat", "-s", "a", "-p", "one")
+    taking = Store.lock_session
+
+    def slow(self: Store, name: str) -> object:
+        monkeypatch.setattr(Store, "lock_session", taking)
+        Store.open(load_settings().store_root).fork("a", name)
+        return taking(self, name)
+
+    monkeypatch.setattr(Store, "lock_session", slow)
+    monkeypatch.setattr(Engine, "load", staticmethod(lambda *_, **__: pytest.fail("loaded")))
+    done = k3(*words)
+    assert (done.code, "error: session d exists" in done.err) == (6, True)

@@ -286,7 +286,10 @@ def test_a_reserved_session_is_its_next_writers_and_nobody_elses(tmp_path):
             with pytest.raises(SessionLocked, match=f"session {name} is being written by process"):
                 other.writer(name, create=name == "new", identity=IDENTITY, layout=LAYOUT)
         writer = store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT)
-        store.fork("a", "b")  # its lock, too, is the first one's who asks for it
+        store.fork("a", "b")  # who makes a session has not begun to write it
+        with pytest.raises(SessionLocked):
+            other.writer("b", create=False, identity=IDENTITY, layout=LAYOUT)
+        store.writer("b", create=False, identity=IDENTITY, layout=LAYOUT).close()
         other.writer("b", create=False, identity=IDENTITY, layout=LAYOUT).close()
         with pytest.raises(SessionLocked):
             store.writer("a", create=False, identity=IDENTITY, layout=LAYOUT)
@@ -313,6 +316,17 @@ def test_a_reservation_that_is_given_back_still_tells_of_a_writer_that_died(tmp_
         pass
     later = Store.open(tmp_path / "s", config=CONFIG)
     later.unlock_session("a", later.lock_session("a"), clean=True)
+    assert later.crashed
+
+
+def test_a_reservation_that_is_given_back_tells_of_what_was_left_unfinished(tmp_path, monkeypatch):
+    store = Store.open(tmp_path / "s", config=CONFIG)
+    grow(store, "a", [30])
+    monkeypatch.setattr(store, "save_ref", lambda ref: 1 / 0)
+    with pytest.raises(ZeroDivisionError), store.reserving("b"):
+        store.fork("a", "b")
+    later = Store.open(tmp_path / "s", config=CONFIG)
+    later.unlock_session("b", later.lock_session("b"), clean=True)
     assert later.crashed
 
 
