@@ -240,19 +240,21 @@ def _check_environment(env: Mapping[str, str]) -> None:
         if env.get(name) and env[name] not in valid:
             raise UsageError(f"{name} is {env[name]!r}", f"one of {', '.join(valid)}", "unset or correct it")
     cache = env.get("K3_CACHE")
-    if cache and Path(cache).exists() and not Path(cache).is_dir():
+    if cache and (folder := _folder("K3_CACHE", cache)).exists() and not folder.is_dir():
         raise UsageError(f"K3_CACHE is {cache!r}, which is no folder", "a folder k3 may write", "unset or correct it")
 
 
 def _home(env: Mapping[str, str]) -> Path:
     """The folder K3_HOME names, or the platform's own for data."""
-    wanted = env.get("K3_HOME") or platformdirs.user_data_dir("k3cli", appauthor=False)
+    return _folder("K3_HOME", env.get("K3_HOME") or platformdirs.user_data_dir("k3cli", appauthor=False))
+
+
+def _folder(name: str, path: str) -> Path:
+    """The folder that a variable names. UsageError for the home of a user whom nobody knows: k3 would make it here."""
     try:
-        return Path(wanted).expanduser()
+        return Path(path).expanduser()
     except RuntimeError:
-        raise UsageError(
-            f"no home folder for {wanted}", "a path, or a user this machine knows", "set K3_HOME"
-        ) from None
+        raise UsageError(f"no home folder for {path}", "a path, or a user this machine knows", f"set {name}") from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:

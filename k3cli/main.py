@@ -45,6 +45,7 @@ from k3cli.commands.output import Printer, prepare_streams, silence
 from k3cli.commands.signals import EndRun, exit_on_signals, ignore_signals
 from k3cli.engine.events import Failed
 from k3cli.errors import Exit, K3Error
+from k3cli.model import watch
 
 app = typer.Typer(
     name="k3",
@@ -110,6 +111,7 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prepare_streams()
     args = sys.argv[1:]
+    watch.tell = lambda problem: _fail(problem, problem.exit_code, _asks_for_json(args))
     prog = "k3cli" if os.path.basename(sys.argv[0]) == "k3cli" else "k3"
     command: Any = typer.main.get_command(app)
     hide_types(command)

@@ -21,7 +21,8 @@ LARGEST_INDEX = 256 << 20
 
 
 def path_of(text: str) -> Path:
-    """A path as people write it. The home folder of a user whom nobody knows stays as it is: it will not be found."""
+    """A path as people write it, wherever they do: ~ at its beginning is the home folder, which no shell has put in
+    where it stood behind a = or in a file. That of a user whom nobody knows stays as it is: it will not be found."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

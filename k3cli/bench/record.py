@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from k3cli.errors import K3Error, UsageError
+from k3cli.words import counted
 
 SCHEMA = 1
 LIBRARIES = ("torch", "triton", "fla-core")
@@ -133,7 +134,7 @@ class Results:
             tell(f"the last row of {file} was cut: what it held is measured again")
         finished = [row for row in rows if "error" not in row]
         if number := len(finished):
-            row = f"{number} finished row{'s' * (number > 1)}"
+            row = counted(number, "finished row")
             tell(f"{file} has {row}; the others get the rates that were measured when it was begun")
         return Results(run | before, finished, file)
 

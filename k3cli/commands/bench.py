@@ -13,6 +13,7 @@ from k3cli.commands import options as opt
 from k3cli.commands.combinations import refuse_unused
 from k3cli.commands.output import Printer, human_bytes, table
 from k3cli.errors import Exit, UsageError
+from k3cli.model_files import path_of
 from k3cli.words import counted
 
 if TYPE_CHECKING:
@@ -84,10 +85,13 @@ def command(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="JSON lines; an existing file is gone on with."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", parser=path_of, help="JSON lines; an existing file is gone on with."
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw decode and prefill by depth.")
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", parser=path_of, help="Draw decode and prefill by depth."),
     ] = None,
     window: Annotated[str | None, typer.Option("--window", metavar="N", help="Rows of a step.")] = None,
     spec: Annotated[
@@ -204,8 +208,12 @@ def command(
 
 @app.command("plot", short_help="Draw results of a ladder.")
 def plot_command(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A file of -o.", show_default=False)],
-    picture: Annotated[Path, typer.Argument(metavar="FILE.png", help="A new picture.", show_default=False)],
+    results: Annotated[
+        Path, typer.Argument(metavar="RESULTS", parser=path_of, help="A file of -o.", show_default=False)
+    ],
+    picture: Annotated[
+        Path, typer.Argument(metavar="FILE.png", parser=path_of, help="A new picture.", show_default=False)
+    ],
 ) -> None:
     """Draw decode and prefill by depth from results of a ladder, wherever they were measured."""
     from k3cli.bench.record import read
@@ -216,8 +224,8 @@ def plot_command(
 
 @app.command("compare", short_help="Two results row by row.")
 def compare_command(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A file of -o.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    first: Annotated[Path, typer.Argument(metavar="A", parser=path_of, help="A file of -o.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", parser=path_of, help="Another.", show_default=False)],
     json: opt.Json = False,
 ) -> None:
     """Two results row by row. Exit 2 when conditions or rows differ: such figures say nothing side by side."""
@@ -285,5 +293,4 @@ def _aligned(printer: Printer, row: tuple[str, ...]) -> None:
     *columns, last = row
     sides = "<" + ">" * (len(columns) - 1)
     cells = (f"{cell:{side}{width}}" for cell, side, width in zip(columns, sides, WIDTHS, strict=True))
-    printer.err.write(f"{'  '.join(cells)}  {last}".rstrip() + "\n")
-    printer.err.flush()
+    printer.aside(f"{'  '.join(cells)}  {last}".rstrip())

@@ -13,6 +13,7 @@ from k3cli.commands import options as opt
 from k3cli.commands.inputs import read_text
 from k3cli.commands.output import Printer
 from k3cli.errors import UsageError
+from k3cli.model_files import path_of
 
 app = typer.Typer(help="Raw logits and token ids, for people who doubt a result.", rich_markup_mode=None)
 
@@ -20,8 +21,12 @@ app = typer.Typer(help="Raw logits and token ids, for people who doubt a result.
 @app.command("logits")
 def logits(
     model: Annotated[str, typer.Option("--model", "-m", metavar="DIR", help="Model folder or hub id.")],
-    tokens_file: Annotated[Path, typer.Option("--tokens-file", metavar="IDS.json", help="A JSON list of token ids.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="Gets `logits` [T, V] float32.")],
+    tokens_file: Annotated[
+        Path, typer.Option("--tokens-file", metavar="IDS.json", parser=path_of, help="A JSON list of token ids.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE.safetensors", parser=path_of, help="Gets `logits` [T, V] float32.")
+    ],
     schedule: Annotated[
         str,
         typer.Option(
@@ -55,12 +60,15 @@ def logits(
 
 @app.command("tokens", short_help="Print the token ids of a text or a chat.")
 def tokens(
-    tokenizer: Annotated[Path, typer.Option("--tokenizer", metavar="DIR", help="Folder with tiktoken.model.")],
+    tokenizer: Annotated[
+        Path, typer.Option("--tokenizer", metavar="DIR", parser=path_of, help="Folder with tiktoken.model.")
+    ],
     chat: Annotated[
         Path | None,
         typer.Option(
             "--chat",
             metavar="MESSAGES.json",
+            parser=path_of,
             help="Object with messages, and optionally tools, thinking, effort, tool_choice, response_format.",
         ),
     ] = None,

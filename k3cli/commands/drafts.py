@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3cli.errors import FitError, ModelError, UsageError
+from k3cli.model_files import path_of
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store
@@ -59,7 +60,7 @@ class Drafts:
         names = [name.removeprefix(SESSION) for name in draft_from if name.startswith(SESSION)]
         for name in names:
             store.session(name)
-        texts = [_text(Path(path)) for path in draft_from if not path.startswith(SESSION)]
+        texts = [_text(path_of(path)) for path in draft_from if not path.startswith(SESSION)]
         return cls(choice, settings.window, tuple(texts), tuple(names), settings.spec == "auto")
 
     def apply(self, engine: Engine, store: Store) -> str:

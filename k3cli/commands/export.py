@@ -9,6 +9,7 @@ import typer
 
 from k3cli.commands import options as opt
 from k3cli.commands.output import Printer, human_bytes
+from k3cli.model_files import path_of
 
 
 def command(
@@ -24,7 +25,7 @@ def command(
     from k3cli.config import load_settings
 
     printer = Printer(json=json)
-    report = open_store(load_settings()).export(name, file)
+    report = open_store(load_settings()).export(name, path_of(file))
     printer.notice(f"exported session {report.name} to {report.file}: {human_bytes(report.bytes)}")
     for line in report.notices:
         printer.notice(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,20 +24,23 @@ def usage_message(problem: Exception, command: Any, prog: str, args: Sequence[st
     if not isinstance(problem, _PARSER_ERROR):
         return None
     parsed: Any = problem
-    command, path = _asked(command, prog, args)
+    context = getattr(parsed, "ctx", None)
+    command, path = _asked(command, prog, args) if context is None else (context.command, context.command_path)
     found, expected = _told(parsed, command, path)
     return UsageError(found, expected, f"see {path} --help")
 
 
 def _asked(command: Any, prog: str, args: Sequence[str]) -> tuple[Any, str]:
     """The command that a command line names, and the words it is called by."""
-    path = [prog]
+    path, value = [prog], False
     for word in args:
-        below = getattr(command, "commands", {})
-        if word in below:
-            command = below[word]
+        if value or word.startswith("-"):
+            taking = {name for param in command.params if not getattr(param, "is_flag", True) for name in param.opts}
+            value = not value and word in taking
+        elif word in getattr(command, "commands", {}):
+            command = command.commands[word]
             path.append(word)
-        elif not below:
+        else:
             break
     return command, " ".join(path)
 
@@ -54,7 +58,8 @@ def _told(parsed: Any, command: Any, path: str) -> tuple[str, str | None]:
         longest = {max(param.opts, key=len) for param in (*options.values(), *_help(parsed))}
         return f"no such option {name}", "one of " + ", ".join(sorted(longest))
     if low.startswith(("no such command", "missing command")):
-        return low[:1] + text[1:], "one of " + ", ".join(command.commands)
+        # The parser's guess at what was meant is one of those that are listed.
+        return low[:1] + text[1:].partition(". Did you mean")[0], "one of " + ", ".join(command.commands)
     if "requires" in low and name in options:
         return f"{name} without a value", f"{name} {options[name].metavar or 'VALUE'}"
     if "does not take a value" in low:
@@ -64,8 +69,8 @@ def _told(parsed: Any, command: Any, path: str) -> tuple[str, str | None]:
             return f"missing option {max(param.opts, key=len)}", f"{max(param.opts, key=len)} {param.metavar}"
         return f"missing argument {param.metavar}", call
     if "unexpected extra argument" in low:
-        extra = text[text.index("(", text.index(")") + 1 if "(s)" in text else 0) :].strip("()")
-        return f"unexpected argument {extra}", call if arguments else f"{path} without one"
+        extra = re.sub(r"^[^(]*(?:\(s\) )?\((.*)\)$", r"\1", text)
+        return f"unexpected argument {extra or repr(extra)}", call if arguments else f"{path} without one"
     if low.startswith("invalid value") and param is not None:
         wrong: list[Any] = getattr(parsed.__cause__, "errors", list)()
         given = f"is {wrong[0]['input']!r}" if wrong else "has a value that it can't have"

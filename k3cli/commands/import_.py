@@ -9,6 +9,7 @@ import typer
 
 from k3cli.commands import options as opt
 from k3cli.commands.output import Printer, human_bytes
+from k3cli.model_files import path_of
 
 
 def command(
@@ -24,7 +25,7 @@ def command(
     from k3cli.config import load_settings
 
     printer = Printer(json=json)
-    report = open_store(load_settings()).import_(file, name)
+    report = open_store(load_settings()).import_(path_of(file), name)
     known = f", {human_bytes(report.known)} known already" if report.known else ""
     printer.line(report.name)
     printer.notice(f"imported session {report.name}: {human_bytes(report.written)} written{known}")

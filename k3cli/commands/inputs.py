@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from k3cli.chat.messages import check_response_format, check_tools
 from k3cli.commands.combinations import refuse_unused
 from k3cli.errors import UsageError
+from k3cli.model_files import path_of
 from k3cli.words import counted
 
 ONE_SHOT = "-p TEXT, a pipe, - or --tool-result"
@@ -22,7 +22,7 @@ def read_text(path: str, what: str) -> str:
     if not path:
         raise UsageError(f"{what} names no file", "a readable file, or - for stdin")
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        raw = sys.stdin.buffer.read() if path == "-" else path_of(path).read_bytes()
     except OSError as problem:
         raise UsageError(f"{what} {path}: {problem.strerror}", "a readable file, or - for stdin") from None
     try:

@@ -139,6 +139,11 @@ class Printer:
         self._break_answer()
         self._say(f"k3: {' '.join(text.split())}\n")
 
+    def aside(self, text: str) -> None:
+        """One line of a table for the person, on stderr as it stands."""
+        self.clear_bar()
+        self._write_err(text + "\n")
+
     def progress(self, label: str, done: float, total: float, unit: str = "", detail: str = "") -> None:
         """A bar that redraws itself; only where stderr is a terminal."""
         now = time.monotonic()

@@ -106,8 +106,9 @@ def configuration(ref: str) -> tuple[Path, ModelConfig]:
     from k3cli.config import K3_SHAPE
     from k3cli.model.config import ModelConfig
     from k3cli.model.hub import resolve_model
+    from k3cli.model_files import path_of
 
-    path = K3_SHAPE if ref == "k3" else Path(ref)
+    path = K3_SHAPE if ref == "k3" else path_of(ref)
     if ref != "k3" and path.suffix != ".json":
         path = resolve_model(ref)
     return path, ModelConfig.from_path(path)

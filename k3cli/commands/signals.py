@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Event
 from types import FrameType
 
@@ -138,7 +138,8 @@ def cancel_on_signals() -> Iterator[Cancel]:
         cancel(CODES[signal.Signals(number)])
         if sys.stderr.isatty():
             begin = erased(sys.stderr) or "\n"
-            sys.stderr.write(f"{begin}k3: stopping; the turn is being saved (once more to leave without saving)\n")
+            with suppress(OSError, RuntimeError):  # the terminal is gone, or this came in the middle of a write to it
+                sys.stderr.write(f"{begin}k3: stopping; the turn is being saved (once more to leave without saving)\n")
 
     before = {number: signal.signal(number, ask) for number in _handled()}
     try:

@@ -19,6 +19,7 @@ from k3cli.engine.drafting.rehearsal import time_draft, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.timeline import Timeline
 from k3cli.errors import FitError, UsageError
+from k3cli.model_files import path_of
 from k3cli.words import counted
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Engine:
             tokenizer,
             renderer,
             weights_digest=loaded.weights_digest,
-            name=folder.resolve().name if Path(ref).expanduser().is_dir() else ref,
+            name=folder.resolve().name if path_of(ref).is_dir() else ref,
             context_limit=config.context_limit,
             device=model.device,
             dtype=str(model.dtype).removeprefix("torch."),

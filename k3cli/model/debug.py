@@ -14,6 +14,7 @@ from k3cli.model.config import ModelConfig
 from k3cli.model.hub import resolve_model
 from k3cli.model.network import K3Model
 from k3cli.model.weights import LoadProgress, load_model
+from k3cli.words import counted
 
 
 def write_logits(
@@ -44,7 +45,9 @@ def write_logits(
         raise UsageError(f"id {outside[0]} in {tokens_file}", f"ids below the vocabulary size {vocab}")
     if len(ids) > limit:
         raise ContextError(
-            f"{tokens_file} holds {len(ids)} ids", f"at most {limit}, the context limit", "pass the first of them"
+            f"{tokens_file} holds {counted(len(ids), 'id')}",
+            f"at most {limit:,}, the context limit",
+            "pass the first of them",
         )
     loaded = load_model(folder, device=device, dtype=dtype, progress=progress)
     logits = compute_logits(loaded.model, torch.tensor(ids, dtype=torch.int64), sizes)

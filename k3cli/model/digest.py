@@ -11,12 +11,14 @@ from pathlib import Path
 
 import platformdirs
 
+from k3cli.model_files import path_of
+
 VERSION = 1
 
 
 def cache_dir() -> Path:
     """Where derived data lives that may be deleted at any time: K3_CACHE, or the platform's cache folder."""
-    return Path(os.environ.get("K3_CACHE") or platformdirs.user_cache_dir("k3cli", appauthor=False))
+    return path_of(os.environ.get("K3_CACHE") or platformdirs.user_cache_dir("k3cli", appauthor=False))
 
 
 def stamp(status: os.stat_result) -> str:

@@ -63,7 +63,7 @@ class Peers:
                     raise self.explain(RuntimeError("did not start"))
             store = dist.FileStore(str(meeting), self.size)
             self.world = join(0, self.size, torch.device(devices[0]), store, seconds, self._lines)
-            self.world.guard(self._lost, lambda: str(self._blame(self._codes(), RuntimeError())))
+            self.world.guard(self._lost, lambda: self._blame(self._codes(), RuntimeError()))
             self.world.lost = self._any_ended
             self.world.all(0)
         except BaseException:
@@ -226,7 +226,7 @@ class Launched:
         self.world = world
         self.parting: Callable[[], None] = lambda: None
         if world.pulse is not None:
-            world.guard(world.pulse.lost, lambda: str(self._blame(RuntimeError())))
+            world.guard(world.pulse.lost, lambda: self._blame(RuntimeError()))
         atexit.register(self.close)
 
     def explain(self, error: BaseException) -> K3Error:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from threading import Event, Thread
 
+from k3cli.errors import K3Error
+
 LOOK = 0.25
 """Seconds between two looks."""
 GRACE = 1.5
@@ -21,11 +23,20 @@ LAST = 15.0
 """Seconds after which a host that still has not come back is ended."""
 
 
-class Watch:
-    """lost: whether a rank has ended, or has stopped for long. abort: ends sums that wait on this device. said: one
-    line on what happened, for a process that has to be ended from here."""
+def _tell(problem: K3Error) -> None:
+    sys.stderr.write(f"k3: error: {problem}\n")
+    sys.stderr.flush()
 
-    def __init__(self, lost: Callable[[], bool], abort: Callable[[], None], said: Callable[[], str]) -> None:
+
+tell: Callable[[K3Error], object] = _tell
+"""Says why a process is ended from here. A command line has it said as whatever else ends a run."""
+
+
+class Watch:
+    """lost: whether a rank has ended, or has stopped for long. abort: ends sums that wait on this device. said: what
+    happened, for a process that has to be ended from here."""
+
+    def __init__(self, lost: Callable[[], bool], abort: Callable[[], None], said: Callable[[], K3Error]) -> None:
         self._lost, self._abort, self._said = lost, abort, said
         self.busy: Callable[[], bool] = lambda: True
         """Whether the host is at something that needs the others; between two calls nothing of theirs is missing."""
@@ -55,6 +66,10 @@ class Watch:
         self.free()
         if self._over.wait(LAST - (time.monotonic() - began)):
             return
-        sys.stderr.write(f"k3: error: {self._said()}\n")
-        sys.stderr.flush()
-        os._exit(1)
+        code = 1
+        try:
+            problem = self._said()
+            code = problem.exit_code
+            tell(problem)
+        finally:
+            os._exit(code)

@@ -80,7 +80,7 @@ class World:
             self.sum(torch.zeros(size, device=device))
             self.settled(JOINING)
 
-    def guard(self, lost: Callable[[], bool], said: Callable[[], str]) -> None:
+    def guard(self, lost: Callable[[], bool], said: Callable[[], K3Error]) -> None:
         """Has rank 0's host watched, too, where it may come to sit in a driver; see `Watch`."""
         self.lost = lost
         if self.device.type == "cuda":

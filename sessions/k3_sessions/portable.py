@@ -59,7 +59,7 @@ class ImportReport:
 
 def export(store: OpenStore, name: str, file: str | os.PathLike[str]) -> ExportReport:
     """See Store.export."""
-    target = Path(file).expanduser().absolute()
+    target = Path(file).absolute()
     if not target.parent.is_dir():
         raise BadName(f"folder {target.parent} does not exist", "a new file in a folder that does")
     with os_errors(f"writing {file}"):
@@ -134,7 +134,7 @@ def _head(ref: Ref, need: dict[str, int]) -> tuple[bytes, bytes]:
 
 def import_(store: OpenStore, file: str | os.PathLike[str], name: str | None) -> ImportReport:
     """See Store.import_."""
-    source = Path(file).expanduser().resolve()
+    source = Path(file).resolve()
     if not source.is_file():
         what = "is a folder" if source.is_dir() else "is no regular file" if source.exists() else "does not exist"
         raise BadName(f"{file} {what}", "a file made by `k3 export`")

@@ -119,6 +119,11 @@ def test_memory_and_files() -> None:
     [
         (("chat", "--bogus"), ("no such option --bogus", "--session", "--temperature", "k3 chat --help")),
         (("bogus",), ("no such command 'bogus'", "chat", "replay")),
+        (("bogus", "chat"), ("no such command 'bogus'; expected one of chat", "see k3 --help")),
+        (("debug", "logitz", "tokens"), ("no such command 'logitz'; expected one of logits", "see k3 debug --help")),
+        (("bench", "--rounds", "compare"), ("--rounds is 'compare'", "see k3 bench --help")),
+        (("bench", "compare", "--json=1"), ("--json alone; see k3 bench compare --help",)),
+        (("ls", "", "(s)"), ("unexpected argument (s); expected",)),
         (("resume",), ("missing argument NAME", "expected k3 resume NAME", "k3 resume --help")),
         (("rm",), ("missing argument NAME", "expected k3 rm NAME...")),
         (("ls", "x"), ("unexpected argument x", "expected k3 ls without one")),

@@ -105,6 +105,10 @@ def print_thinking(printer: Printer) -> None:
     printer.thinking("text")
 
 
+def print_row_of_a_table(printer: Printer) -> None:
+    printer.aside("decode")
+
+
 def print_by_another(_printer: Printer) -> None:
     Printer().notice("error: out of luck")
 
@@ -116,7 +120,16 @@ def print_warning(_printer: Printer) -> None:
 
 
 @pytest.mark.parametrize(
-    "print_it", [print_line, print_event, print_answer, print_thinking, print_by_another, print_warning]
+    "print_it",
+    [
+        print_line,
+        print_event,
+        print_answer,
+        print_thinking,
+        print_row_of_a_table,
+        print_by_another,
+        print_warning,
+    ],
 )
 def test_whatever_is_printed_takes_the_bar_away_first(printer, monkeypatch, print_it) -> None:
     """Both streams are one terminal: it is the order of the bytes that counts."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from k3cli.config import KEYS, load_settings, parse_bytes
+from k3cli.config import KEYS, NANO, load_settings, parse_bytes
 from k3cli.errors import UsageError
 
 
@@ -105,6 +107,32 @@ def test_a_home_that_is_no_folder(tmp_path) -> None:
             load_settings(env={"K3_HOME": str(path)})
     with pytest.raises(UsageError, match="no home folder"):
         load_settings(env={"K3_HOME": "~nobody-of-that-name/k3"})
+    with pytest.raises(UsageError, match=r"no home folder for ~nobody.*set K3_CACHE"):
+        load_settings(env={"K3_HOME": str(tmp_path), "K3_CACHE": "~nobody-of-that-name/k3"})
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_written(k3, tmp_path, monkeypatch) -> None:
+    """No shell puts the folder in behind a = that belongs to an option, or in a file."""
+    from k3cli.model.digest import cache_dir
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("K3_HOME", "~/home")
+    monkeypatch.setenv("K3_CACHE", "~/cache")
+    (tmp_path / "text").write_text("Be kind.")
+    assert cache_dir() == tmp_path / "cache"
+    assert k3("chat", "-s", "a", "-p", "hi", "--system=~/text", "--draft-from=~/text").code == 0
+    assert (tmp_path / "home" / "sessions" / "FORMAT").is_file()
+    assert k3("export", "a", "~/file").code == 0
+    assert (tmp_path / "file").is_file()
+    assert k3("import", "~/file", "--name", "b").code == 0
+    assert "~nobody-of-that-name/f does not exist" in k3("import", "~nobody-of-that-name/f").err
+    shape = json.loads((NANO / "config.json").read_text())
+    (tmp_path / "shape.json").write_text(json.dumps(shape))
+    assert k3("plan", "~/shape.json").code == 0
+    (tmp_path / "ids").write_text("[1]")
+    assert "wrote logits" in k3("debug", "logits", "--model", str(NANO), "--tokens-file=~/ids", "--out=~/out").err
+    assert (tmp_path / "out").is_file()
+    assert "~" not in k3("bench", "compare", "~/a", "~/b").err
 
 
 @pytest.mark.parametrize(
