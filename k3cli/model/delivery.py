@@ -53,7 +53,7 @@ class WorldRing:
         mine = torch.tensor([done])
         work = dist.all_gather(list(found.unbind(0)), mine, group=self._world.control, async_op=True)
         if work is not None:
-            work.wait(timedelta(seconds=PATIENCE))
+            self._world.waited(lambda: work.wait(timedelta(seconds=PATIENCE)))
         return [int(count) for count in found.view(-1)]
 
     def swap(self, send: Tensor, to: Sequence[int], found: Tensor, taken: Sequence[int]) -> None:

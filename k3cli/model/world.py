@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,8 @@ SPLIT = 1 << 18
 """Bytes from which on each rank sums a share of the elements instead of all of them."""
 LOOK = 0.02
 """Seconds between two looks at the other ranks' processes while a device computes."""
+WAKE = 0.1
+"""The same while rank 0 waits for what the others do with their hosts."""
 _gather_all: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """The newer name where torch has it."""
 
@@ -65,6 +68,7 @@ class World:
         self.rank, self.size, self.device, self.seconds = rank, size, device, seconds
         self.lines = Lines(ends, LOOK_OUT if device.type == "cuda" else 0.0) if ends else None
         self.lost: Callable[[], bool] = lambda: False
+        self._gone: Callable[[], bool] = lambda: False
         self.apart = False
         self.pulse: Pulse | None = None
         self.watch: Watch | None = None
@@ -82,7 +86,7 @@ class World:
 
     def guard(self, lost: Callable[[], bool], said: Callable[[], K3Error]) -> None:
         """Has rank 0's host watched, too, where it may come to sit in a driver; see `Watch`."""
-        self.lost = lost
+        self.lost = self._gone = lost
         if self.device.type == "cuda":
             self.watch = Watch(lost, self.group.abort, said)
 
@@ -191,14 +195,39 @@ class World:
     def share(self, thing: Any = None) -> Any:
         """Rank 0's object, on every rank."""
         box = [thing]
-        dist.broadcast_object_list(box, 0, group=self.control, device=torch.device("cpu"))
+        self.waited(lambda: dist.broadcast_object_list(box, 0, group=self.control, device=torch.device("cpu")))
         return box[0]
 
     def all(self, thing: Any) -> list[Any]:
         """Every rank's object, on every rank."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, thing, group=self.control)
+        self.waited(lambda: dist.all_gather_object(found, thing, group=self.control))
         return found
+
+    def waited(self, call: Callable[[], object]) -> None:
+        """A call of `control`, for which the others may take long. On rank 0 it waits in a thread of its own: a signal
+        ends the wait, and so does a rank that has ended or was stopped for too long: RuntimeError."""
+        if self.rank:
+            call()
+            return
+        failed: list[BaseException] = []
+        ended = Event()
+
+        def work() -> None:
+            try:
+                call()
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                ended.set()
+
+        Thread(target=work, name="k3-wait", daemon=True).start()
+        while not ended.wait(WAKE):
+            # Who has ended may have said why first.
+            if self._gone() and not ended.wait(1):
+                raise RuntimeError("a peer has ended inside a call")
+        if failed:
+            raise failed[0]
 
     def together(self, work: Callable[[], Result]) -> Result:
         """work() on every rank. When it raised a K3Error or ran out of memory anywhere, that is raised on all of them,

@@ -15,6 +15,7 @@ import torch
 
 from k3cli.errors import K3Error, UsageError
 from k3cli.model.config import ModelConfig
+from k3cli.model.peers import Peers
 from k3cli.model.ranks import load_ranks, rank_devices
 from tests.model.states import greedy
 
@@ -86,3 +87,31 @@ def test_sizes_that_do_not_divide_and_devices_that_mean_nothing(split_folders: d
     for gpus in ("all", "0,1"):
         with pytest.raises(UsageError, match="a number of ranks"):
             rank_devices(gpus, "cpu")
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_lost_while_all_load_is_named(how: int):
+    peers = Peers(["cpu", "cpu"], seconds=1.0)
+    try:
+        os.kill(peers.pids()[0], how)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as told:
+            peers.world.all(0)
+        said = str(peers.explain(told.value))
+        assert time.monotonic() - began < 15
+        assert ("rank 1 has not answered for 1 s" if how == signal.SIGSTOP else "rank 1 was ended by signal 9") in said
+    finally:
+        peers.close()
+
+
+def test_a_signal_ends_the_wait_for_ranks_that_load():
+    peers = Peers(["cpu", "cpu"])
+    try:
+        os.kill(peers.pids()[0], signal.SIGSTOP)
+        Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            peers.world.all(0)
+        assert time.monotonic() - began < 5
+    finally:
+        peers.close()
