@@ -21,8 +21,8 @@ def check_format(fs: FileSystem, mend: bool) -> str:
             if not fault:
                 unseal(fs.read("FORMAT"), "store", "FORMAT")
         except Damaged as error:
-            if not mend:
-                raise
+            if not mend:  # `verify` could not open the store either
+                raise Damaged(error.found, error.expected, "run `k3 repair`", object="FORMAT") from None
             fault = str(error)
         if lacking := " and ".join(sorted({"objects", "refs"} - set(names))):
             raise Damaged(f"{fs.where} has no folder {lacking}", "a whole store", "copy it again", object=lacking)

@@ -147,7 +147,7 @@ def import_(store: OpenStore, file: str | os.PathLike[str], name: str | None) ->
     prefix = begin[:16]
     # One whose first bytes alone are wrong is a damaged export; so is one of which only these are left.
     if not prefix or not (MAGIC.startswith(prefix[:8]) or b'"k3":"export"' in begin):
-        what = f"begins with {prefix!r}" if prefix else "is empty"
+        what = f"begins with {prefix.decode('latin-1')!r}" if prefix else "is empty"
         raise BadName(f"{file} is no exported session: it {what}", "a file made by `k3 export`")
     size = int.from_bytes(prefix[8:16], "little")
     if prefix[:8] != MAGIC or not 0 < size <= min(LIMIT_HEAD, info.size):

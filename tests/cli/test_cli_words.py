@@ -140,7 +140,7 @@ def test_an_import_of_something_else_is_usage(k3, tmp_path) -> None:
     (tmp_path / "f").write_text("# A title\n")
     done = k3("import", str(tmp_path / "f"))
     assert done.code == Exit.USAGE
-    assert "begins with b'# A title" in done.err
+    assert "begins with '# A title" in done.err
 
 
 def test_verify_names_a_file_once_and_does_not_advise_itself(k3, store_files) -> None:
@@ -153,6 +153,19 @@ def test_verify_names_a_file_once_and_does_not_advise_itself(k3, store_files) ->
     assert "k3 verify" not in done.out + done.err
     assert "needed by a session whose name can't be read" in done.out
     assert "1 damaged file in " in done.err
+
+
+def test_a_store_that_can_not_be_opened_is_not_sent_to_verify(k3, store_files) -> None:
+    k3("chat", "-s", "a", "-p", "hi")
+    damage(store_files / "FORMAT", b'"k3"', b'"kk"')
+    for args in (("ls",), ("verify",)):
+        done = k3(*args)
+        assert done.code == Exit.DAMAGED
+        assert "FORMAT" in done.err
+        assert "run `k3 repair`" in done.err
+        assert "k3 verify" not in done.err
+    assert k3("repair").code == 0
+    assert k3("ls").code == 0
 
 
 @pytest.mark.parametrize("forks", [(), ("b", "c")])

@@ -167,7 +167,7 @@ def test_an_export_never_replaces_a_file(store, tmp_path):
     assert (tmp_path / "f").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("content", "found"), [(b"", "is empty"), (b"# A title\n" * 9, "begins with b'# A title")])
+@pytest.mark.parametrize(("content", "found"), [(b"", "is empty"), (b"# A title\n" * 9, "begins with '# A title")])
 def test_what_never_was_an_export_is_no_damage(store, tmp_path, content, found):
     """It is the wrong file, and its first bytes are told."""
     (tmp_path / "f").write_bytes(content)
