@@ -14,21 +14,24 @@ from weakref import WeakKeyDictionary
 
 _SHOWN: WeakKeyDictionary[TextIO, int] = WeakKeyDictionary()
 """Columns of the bar that stands on a stream's last line."""
+ECHO = 2
+"""Columns behind a bar where a terminal may show the ^C that somebody typed; it goes with the bar."""
 
 
 def drawn(stream: TextIO, text: str) -> str:
     """What to write so that `text` stands in place of the bar before, cut where the line ends: a second line would
     stay."""
-    text = text[: max(1, _columns(stream) - 1)]
+    limit = max(1, _columns(stream) - 1 - ECHO)
+    text = text[:limit]
     before = _SHOWN.get(stream, 0)
     _SHOWN[stream] = len(text)
-    return "\r" + text.ljust(min(before, max(1, _columns(stream) - 1)))
+    return "\r" + text.ljust(min(before, limit))
 
 
 def erased(stream: TextIO) -> str:
     """What to write so that no bar stands there; "" where none does."""
     width = _SHOWN.pop(stream, 0)
-    return "\r" + " " * width + "\r" if width else ""
+    return "\r" + " " * (width + ECHO) + "\r" if width else ""
 
 
 def erase_before_warnings() -> None:

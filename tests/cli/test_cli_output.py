@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from k3cli.commands.bar import erase_before_warnings
+from k3cli.commands.bar import ECHO, erase_before_warnings
 from k3cli.commands.output import Printer, human_bytes, table, visible
 from k3cli.commands.turns import show
 from k3cli.engine import events as ev
@@ -142,7 +142,7 @@ def test_whatever_is_printed_takes_the_bar_away_first(printer, monkeypatch, prin
     print_it(one)
     seen = one.out.getvalue()
     text = f"\rk3: {BAR}"
-    blank = "\r" + " " * (len(text) - 1) + "\r"
+    blank = "\r" + " " * (len(text) - 1 + ECHO) + "\r"
     assert seen.startswith(text + blank)
     assert len(seen) > len(text + blank)
     assert "\r" not in seen[len(text + blank) :]
@@ -163,7 +163,19 @@ def test_a_bar_is_cut_where_the_line_ends(printer, monkeypatch) -> None:
     narrow.progress("loading", 1, 2, "of 8.0 GB", "500.0 MB/s, 12.0 s left")
     narrow.progress("loading", 2, 2, "of 8.0 GB", "500.0 MB/s, 0.0 s left")
     drawn = narrow.err.getvalue().split("\r")[1:]
-    assert [len(text) for text in drawn] == [39, 39]
+    assert [len(text) for text in drawn] == [40 - 1 - ECHO] * 2
+
+
+def test_a_key_that_the_terminal_shows_goes_with_the_bar(printer) -> None:
+    """^C stands behind the bar, on the same line."""
+    one = printer(err=True)
+    one.progress("prefill", 1, 2)
+    one.err.write("^C")
+    one.notice("error: interrupted")
+    line = ""
+    for part in one.err.getvalue().replace("\x1b[2m", "").partition("\n")[0].split("\r"):
+        line = part + line[len(part) :]
+    assert line.rstrip() == "k3: error: interrupted"
 
 
 def test_a_bar_does_not_end_in_what_was_being_said(printer) -> None:
