@@ -113,9 +113,9 @@ def main() -> int:
     args = sys.argv[1:]
     watch.tell = lambda problem: _fail(problem, problem.exit_code, _asks_for_json(args))
     prog = "k3cli" if os.path.basename(sys.argv[0]) == "k3cli" else "k3"
+    exit_on_signals(partial(_end_at_once, _asks_for_json(args)))
     command: Any = typer.main.get_command(app)
     hide_types(command)
-    exit_on_signals(partial(_end_at_once, _asks_for_json(args)))
     completing = f"_{prog.upper()}_COMPLETE"
     if completing in os.environ:
         command.main(args, prog_name=prog, complete_var=completing)
