@@ -257,6 +257,15 @@ def _folder(name: str, path: str) -> Path:
         raise UsageError(f"no home folder for {path}", "a path, or a user this machine knows", f"set {name}") from None
 
 
+def path_of(text: str) -> Path:
+    """A path as people write it, wherever they do: ~ at its beginning is the home folder, which no shell has put in
+    where it stood behind a = or in a file. That of a user whom nobody knows stays as it is: it will not be found."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     """The keys of config.toml; {} when there is no such file."""
     try:

@@ -1,4 +1,4 @@
-"""A model's folder and its small files, read whole: regular ones of bounded size, objects that say each thing once.
+"""Small files of a model's folder, read whole: regular ones of bounded size, objects that say each thing once.
 
 A folder may come from anywhere, half fetched or made by hand: whatever lies in it ends in one line, never in a wait, in
 memory taken without bounds, or in a value that two readers would read differently.
@@ -18,15 +18,6 @@ LARGEST = 16 << 20
 """Bytes of a file that is read whole: its values may take twenty times as much memory."""
 LARGEST_INDEX = 256 << 20
 """The same of a checkpoint's index: one of K3's half a million tensors takes 58 MB."""
-
-
-def path_of(text: str) -> Path:
-    """A path as people write it, wherever they do: ~ at its beginning is the home folder, which no shell has put in
-    where it stood behind a = or in a file. That of a user whom nobody knows stays as it is: it will not be found."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        return Path(text)
 
 
 def lies_there(file: Path) -> bool:

@@ -35,15 +35,21 @@ class Kept:
         """Gives up what is kept where two states may not have room on the disk."""
         with contextlib.suppress(OSError):
             if shutil.disk_usage(self._folder.parent).free < 2 * state_bytes(model, position):
+                if _mark(self._folder) is not None:
+                    self._tell(
+                        "the disk may not have room for two states: the one kept for whoever goes on is given up"
+                    )
                 self.drop()
 
     def take(self, folder: Path, position: int) -> None:
         """A folder of `save_and_restore` with a state at `position` takes the place of what was kept."""
         mark = {"file": str(self._file), "begun": self._begun, "position": position}
-        with contextlib.suppress(OSError):  # then there is none, which costs time
+        try:
             (folder / MARK).write_text(json.dumps(mark))
             self.drop()
             folder.rename(self._folder)
+        except OSError as problem:
+            self._tell(f"the state at {position:,} is not kept for whoever goes on: {problem.strerror or problem}")
 
     def load(self, model: Any, behind: int, upto: int) -> Any | None:
         """A new state of `model` from what is kept, where that lies beyond `behind` and not beyond `upto`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from k3_sessions.types import HASH_BLOCK
 
 from k3cli.bench.ladder import Plan
 from k3cli.bench.record import Row
@@ -34,7 +35,7 @@ def planned_peaks(
             "room",
             "--slice with fewer layers" if len(config.layers) > 1 else "a device with more memory, or --gpus",
         )
-    geometry = Geometry.of(config, 512, kind)
+    geometry = Geometry.of(config, HASH_BLOCK, kind)
     pool = granules_for(config, geometry, None if free is None else free - most, kind, plan.chunk) * geometry.granule
     rest = pool + workspace(config, kind, plan.chunk, context=plan.depths[-1] + plan.prompt)
     rest += _libraries(config, kind, place)

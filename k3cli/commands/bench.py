@@ -12,8 +12,8 @@ import typer
 from k3cli.commands import options as opt
 from k3cli.commands.combinations import refuse_unused
 from k3cli.commands.output import Printer, human_bytes, table
+from k3cli.config import path_of
 from k3cli.errors import Exit, UsageError
-from k3cli.model_files import path_of
 from k3cli.words import counted
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import typer
 from k3cli.commands import options as opt
 from k3cli.commands.inputs import read_text
 from k3cli.commands.output import Printer
+from k3cli.config import path_of
 from k3cli.errors import UsageError
-from k3cli.model_files import path_of
 
 app = typer.Typer(help="Raw logits and token ids, for people who doubt a result.", rich_markup_mode=None)
 

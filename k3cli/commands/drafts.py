@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from k3cli.config import path_of
 from k3cli.errors import FitError, ModelError, UsageError
-from k3cli.model_files import path_of
 
 if TYPE_CHECKING:
     from k3_sessions.store import Store

@@ -9,7 +9,7 @@ import typer
 
 from k3cli.commands import options as opt
 from k3cli.commands.output import Printer, human_bytes
-from k3cli.model_files import path_of
+from k3cli.config import path_of
 
 
 def command(

@@ -10,8 +10,8 @@ from typing import Any
 
 from k3cli.chat.messages import check_response_format, check_tools
 from k3cli.commands.combinations import refuse_unused
+from k3cli.config import path_of
 from k3cli.errors import UsageError
-from k3cli.model_files import path_of
 from k3cli.words import counted
 
 ONE_SHOT = "-p TEXT, a pipe, - or --tool-result"

@@ -103,10 +103,9 @@ def command(
 
 def configuration(ref: str) -> tuple[Path, ModelConfig]:
     """(where, configuration) of a model folder, a config.json of any name, a hub id, or `k3` for K3's own shape."""
-    from k3cli.config import K3_SHAPE
+    from k3cli.config import K3_SHAPE, path_of
     from k3cli.model.config import ModelConfig
     from k3cli.model.hub import resolve_model
-    from k3cli.model_files import path_of
 
     path = K3_SHAPE if ref == "k3" else path_of(ref)
     if ref != "k3" and path.suffix != ".json":

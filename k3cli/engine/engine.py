@@ -13,13 +13,13 @@ from k3_sessions.identity import layout_digest
 from k3_sessions.types import Identity, RestoredState, StateLayout
 
 import k3cli
+from k3cli.config import path_of
 from k3cli.engine.drafting.choose import OFF, Choice, draft_folder, drafter_maker
 from k3cli.engine.drafting.costs import Costs
 from k3cli.engine.drafting.rehearsal import time_draft, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.engine.timeline import Timeline
 from k3cli.errors import FitError, UsageError
-from k3cli.model_files import path_of
 from k3cli.words import counted
 
 if TYPE_CHECKING:

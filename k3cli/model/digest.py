@@ -11,7 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
-from k3cli.model_files import path_of
+from k3cli.config import path_of
 
 VERSION = 1
 

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
     from k3cli.model.mirror import MirrorModel
 
 
-class MirrorState:
-    """`State` for callers: rank 0's is read here, changes happen on every rank."""
+class Handle:
+    """A number of a model's ranks. Every rank lets go of it some time after its handle went."""
 
     def __init__(self, model: MirrorModel, number: int) -> None:
         self.number = number
         self._model = model
         model.forget(self, number)
+
+
+class MirrorState(Handle):
+    """`State` for callers: rank 0's is read here, changes happen on every rank."""
 
     @property
     def _local(self) -> State:
@@ -60,13 +64,8 @@ class MirrorState:
         self._model.call(Call(Op.PUBLISH, self.number, ids=ids))
 
 
-class MirrorLog:
+class MirrorLog(Handle):
     """`WindowLog` for callers."""
-
-    def __init__(self, model: MirrorModel, number: int) -> None:
-        self.number = number
-        self._model = model
-        model.forget(self, number)
 
     @property
     def _local(self) -> WindowLog:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from k3cli.config import path_of
 from k3cli.errors import ModelError
-from k3cli.model_files import path_of
 
 
 def hub_cache() -> Path:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Event, Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,9 @@ from torch.distributed.rendezvous import rendezvous
 from k3cli.errors import K3Error
 from k3cli.model.launch import Meeting, Patience, Tell, meeting
 from k3cli.model.pulse import OverError, Pulse, begin
+from k3cli.model.waiting import Result, beside
 from k3cli.model.world import COLLECTIVE, JOINING, World
 
-Result = TypeVar("Result")
 NCCL = {
     # Multicast over NVLink stays off: a program that ends in the middle of one can take the links of a host with it.
     "NCCL_NVLS_ENABLE": "0",
@@ -76,31 +76,19 @@ def _interruptible(call: Callable[[], Result], patience: Patience | None = None)
 
     patience: after which it is given up, TimeoutError.
     """
-    global stuck
-    found: list[Result] = []
-    failed: list[BaseException] = []
-    ended = Event()
 
-    def work() -> None:
+    def wait(ended: Event) -> None:
+        global stuck
         try:
-            found.append(call())
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            ended.set()
+            if patience is None:
+                ended.wait()
+            elif not patience.wait(ended):
+                raise TimeoutError("whoever listens there does not answer as rank 0 does")
+        except BaseException:
+            stuck = True  # the thread still waits for the others
+            raise
 
-    Thread(target=work, name="k3-join", daemon=True).start()
-    try:
-        if patience is None:
-            ended.wait()
-        elif not patience.wait(ended):
-            raise TimeoutError("whoever listens there does not answer as rank 0 does")
-    except BaseException:
-        stuck = True  # the thread still waits for the others
-        raise
-    if failed:
-        raise failed[0]
-    return found[0]
+    return beside(call, wait)
 
 
 def join(

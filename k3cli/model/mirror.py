@@ -21,7 +21,7 @@ from torch import Tensor
 from k3cli.errors import K3Error
 from k3cli.model.config import ModelConfig
 from k3cli.model.fields import state_layout
-from k3cli.model.handles import MirrorLog, MirrorState
+from k3cli.model.handles import Handle, MirrorLog, MirrorState
 from k3cli.model.network import K3Model
 from k3cli.model.pool import Pool
 from k3cli.model.replica import LOGITS, NOTHING, Call, Op, Replica
@@ -166,7 +166,7 @@ class MirrorModel:
         found: list[tuple[str, int]] = self.call(Call(Op.MEMORY))
         return found
 
-    def forget(self, handle: MirrorState | MirrorLog, number: int) -> None:
+    def forget(self, handle: Handle, number: int) -> None:
         """Every rank lets go of a number, at the first call after its handle went."""
         weakref.finalize(handle, self._dropped.append, number).atexit = False
 

@@ -16,8 +16,8 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import Event, Thread
-from typing import Any, TypeVar
+from threading import Event
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ from k3cli.errors import K3Error
 from k3cli.model.faults import described, is_lost, raised
 from k3cli.model.lines import LOOK_OUT, Lines
 from k3cli.model.pulse import Pulse
+from k3cli.model.waiting import Result, beside
 from k3cli.model.watch import Watch
 
-Result = TypeVar("Result")
 JOINING = 120.0
 """Seconds that the ranks have to find each other."""
 COLLECTIVE = 20.0
@@ -204,30 +204,17 @@ class World:
         self.waited(lambda: dist.all_gather_object(found, thing, group=self.control))
         return found
 
-    def waited(self, call: Callable[[], object]) -> None:
+    def waited(self, call: Callable[[], Result]) -> Result:
         """A call of `control`, for which the others may take long. On rank 0 it waits in a thread of its own: a signal
         ends the wait, and so does a rank that has ended or was stopped for too long: RuntimeError."""
-        if self.rank:
-            call()
-            return
-        failed: list[BaseException] = []
-        ended = Event()
 
-        def work() -> None:
-            try:
-                call()
-            except BaseException as error:
-                failed.append(error)
-            finally:
-                ended.set()
+        def wait(ended: Event) -> None:
+            while not ended.wait(WAKE):
+                # Who has ended may have said why first.
+                if self._gone() and not ended.wait(1):
+                    raise RuntimeError("a peer has ended inside a call")
 
-        Thread(target=work, name="k3-wait", daemon=True).start()
-        while not ended.wait(WAKE):
-            # Who has ended may have said why first.
-            if self._gone() and not ended.wait(1):
-                raise RuntimeError("a peer has ended inside a call")
-        if failed:
-            raise failed[0]
+        return call() if self.rank else beside(call, wait)
 
     def together(self, work: Callable[[], Result]) -> Result:
         """work() on every rank. When it raised a K3Error or ran out of memory anywhere, that is raised on all of them,

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,3 +148,20 @@ def test_a_mark_that_no_run_has_written_stops_none(tmp_path: Path, kind: str):
     assert Kept(tmp_path, tmp_path / "mine.jsonl", "now", print).load(None, 0, 9) is None
     # Where a mark can be read, its results can't be gone on with.
     assert folder.exists() == (kind in ("position", "deep"))
+
+
+def test_a_state_that_is_not_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    kept = Kept(tmp_path, tmp_path / "mine.jsonl", "now", told.append)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    kept.take(saved, 5)
+    assert not told
+    model = random_model(slice_config(ModelConfig.from_dir(NANO), 2), torch.device("cpu"), torch.float32, 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1))
+    kept.make_room(model, 9)
+    kept.make_room(model, 9)  # nothing is kept any more
+    kept.take(tmp_path / "gone", 9)
+    assert len(told) == 2
+    assert "is given up" in told[0]
+    assert told[1].startswith("the state at 9 is not kept")

@@ -109,7 +109,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield place
     # Of one that still waited in a library: what that says belongs to no other test.
     for thread in threading.enumerate():
-        if thread.name == "k3-join":
+        if thread.name == "k3-wait":
             thread.join(20)
 
 

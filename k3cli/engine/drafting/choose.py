@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from k3cli.config import path_of
 from k3cli.engine.drafting.drafter import Drafter
 from k3cli.engine.drafting.suffix import SuffixDrafter
 from k3cli.errors import UsageError
-from k3cli.model_files import lies_there, path_of
+from k3cli.model_files import lies_there
 
 if TYPE_CHECKING:
     from k3cli.model.dspark.network import DraftModel
