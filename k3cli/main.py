@@ -111,6 +111,10 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prepare_streams()
     args = sys.argv[1:]
+    if os.environ.get("K3_DEBUG", "0") in ("", "0") and "--debug" not in args:
+        # Read when torch loads, too. What is to be said of ranks that are lost is one line of ours; NCCL's threads
+        # would write theirs beside it.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     watch.tell = lambda problem: _fail(problem, problem.exit_code, _asks_for_json(args))
     prog = "k3cli" if os.path.basename(sys.argv[0]) == "k3cli" else "k3"
     exit_on_signals(partial(_end_at_once, _asks_for_json(args)))
@@ -153,9 +157,6 @@ def _world() -> tuple[int, int]:
         return 0, 1
     from k3cli.model.launch import launched
 
-    if os.environ.get("K3_DEBUG", "0") in ("", "0"):
-        # Read when torch loads. What is to be said of ranks that are lost is one line of ours.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     return launched() or (0, 1)
 
 

@@ -85,6 +85,21 @@ def test_no_exception_goes_through_a_module_that_is_being_loaded(process_env, tm
     assert (done.returncode, done.stdout) == (130, "")
 
 
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_what_the_threads_of_torch_have_to_say_is_for_debugging(process_env, debug) -> None:
+    """When a rank is lost, they may write lines of theirs beside the one of ours, or may not."""
+    program = (
+        "import sys\nfrom k3cli.main import main\nsys.argv = ['k3', 'ls']\nmain()\n"
+        "from datetime import timedelta\nimport torch.distributed as dist\n"
+        "try:\n    dist.TCPStore('127.0.0.1', 1, is_master=False, timeout=timedelta(seconds=1))\n"
+        "except RuntimeError:\n    pass\n"
+    )
+    env = {name: value for name, value in process_env.items() if name != "TORCH_CPP_LOG_LEVEL"} | {"K3_DEBUG": debug}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    others = [line for line in done.stderr.splitlines() if not line.startswith("k3: ")]
+    assert (done.returncode, bool(others)) == (0, debug == "1"), done.stderr
+
+
 def test_a_second_signal_leaves_at_once_and_the_session_is_whole(spawn, k3) -> None:
     k3("chat", "-s", "a", "-p", "one")
     process = spawn("resume", "a", "-p", "slow 400", "--json", stdin=subprocess.DEVNULL)

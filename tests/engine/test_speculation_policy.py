@@ -107,8 +107,8 @@ SURE = Text(0.0, claimed=0.99)
 @pytest.mark.parametrize("slope", [0.02, 0.13, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("price", [0.05, 0.22, 0.6, 3.0])
 def test_at_no_token_more_is_lost_than_promised(price: float, slope: float, turns: int) -> None:
-    """From the first token on, whatever drafts claim: 2 % and FREE steps. What nobody has timed yet may cost more once:
-    rows that are dearer than any that were seen, and a draft."""
+    """From the first token on, whatever drafts claim: SHARE and FREE steps. What nobody has timed yet may cost more
+    once: rows that are dearer than any that were seen, and a draft."""
     for text in (BAD, SURE, GOOD):
         for seed in range(3):
             known, unknown = (Clock(price, slope, seed, rehearsed) for rehearsed in (True, False))
@@ -198,7 +198,7 @@ def test_a_draft_that_is_wrong_every_other_time_is_asked_all_the_same(price: flo
     assert max(always) < 400 / 1.2
     ours = [Clock(price, seed=seed).turn(400, GOOD) for seed in range(12)]
     # Where asking is dear, what may be lost at the beginning is soon used up, and comes back slowly.
-    assert sum(ours) < (1.12 if price > 0.3 else 1.05) * sum(always)
+    assert sum(ours) < (1.22 if price > 0.3 else 1.05) * sum(always)
 
 
 def test_text_that_becomes_predictable_is_noticed() -> None:
@@ -209,7 +209,7 @@ def test_text_that_becomes_predictable_is_noticed() -> None:
         assert clock.asks < 60
         ours += clock.turn(400, GOOD)
         always += Clock(0.22, seed=seed).turn(400, GOOD, always=True)
-    assert ours < 1.15 * always
+    assert ours < 1.18 * always
 
 
 def test_a_profit_is_not_gambled_away() -> None:
@@ -219,6 +219,28 @@ def test_a_profit_is_not_gambled_away() -> None:
     before = clock.asks
     assert clock.turn(400, BAD) <= 400 * 1.03 + 1
     assert clock.asks - before < 40
+
+
+def test_what_drafts_cost_besides_is_on_the_account_and_an_interruption_counts_little() -> None:
+    policy = Policy(Costs(WINDOW), WINDOW)
+    policy.spend(STEP)  # nothing is known yet of what that is in steps
+    assert policy._room() == FREE
+    policy.costs.note(1, STEP)
+    policy.spend(0.1 * STEP)
+    assert policy._room() == pytest.approx(FREE - 0.1)
+    policy.spend(50 * STEP)
+    assert policy._room() == pytest.approx(FREE - 0.1 - WARM)
+
+
+def test_another_drafter_is_not_taken_for_as_quick_as_the_one_before() -> None:
+    costs = Costs(WINDOW)
+    costs.rehearsed({1: STEP}, 0.001 * STEP)
+    assert costs.price == pytest.approx(0.001)
+    costs.rehearsed({}, 0.4 * STEP)
+    assert costs.price == pytest.approx(0.4)
+    costs.rehearsed({}, 0.0)
+    assert costs.price == 0
+    assert costs.note_draft(50 * STEP) == WARM
 
 
 def test_a_first_draft_that_has_to_warm_up_is_no_reason_to_stop() -> None:
@@ -238,7 +260,7 @@ def test_a_first_draft_that_has_to_warm_up_is_no_reason_to_stop() -> None:
 
 def test_a_fork_knows_what_its_parent_measured_and_owes_nothing() -> None:
     clock = Clock(0.22)
-    clock.turn(200, BAD)
+    clock.turn(400, BAD)
     child = clock.policy.fork()
     assert child.asking.mean == clock.policy.asking.mean < 0
     assert child.costs is clock.policy.costs

@@ -110,8 +110,8 @@ class Costs:
         for n in sorted(seconds):
             for _ in range(BELIEF):
                 self.note(n, seconds[n])
-        if draft_seconds:
-            self._warm, self.draft_seconds = True, draft_seconds
+        # Another drafter than before: what that took says nothing.
+        self._warm, self.draft_seconds = draft_seconds > 0, draft_seconds
 
     def keep(self) -> list[float]:
         """What steps take by their rows, from 2 on: so many steps of one row, as seen so often (0: never)."""

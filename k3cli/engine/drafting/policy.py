@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from k3cli.engine.drafting.costs import SLOPE, Costs
+from k3cli.engine.drafting.costs import SLOPE, WARM, Costs
 
 GAIN = 1.03
 """A window must promise at least this many times the speed of plain decoding."""
-SHARE, FREE = 0.02, 1.5
+SHARE, FREE = 0.0125, 1.5
 """What drafts may lose: this share of plain steps, and so many steps before the first."""
 
 DEAR = 0.01
@@ -163,6 +163,14 @@ class Policy:
     def pay(self, seconds: float) -> None:
         """The draft at hand took so long: it leaves less for the rows of its step."""
         self._paid = seconds / self.costs.seconds if self.costs.seconds else 0.0
+
+    def spend(self, seconds: float) -> None:
+        """What drafts cost besides: their own state kept up with a step, whether one was asked for or not.
+
+        An interruption counts little, as for `Costs.note_draft`.
+        """
+        if self.costs.seconds:
+            self._lost += min(seconds / self.costs.seconds, WARM)
 
     def choose(self, drafts: int, confidence: Sequence[float] | None) -> int:
         """Rows of the next step, from 1 to 1 + drafts. confidence: see drafter.Draft."""
