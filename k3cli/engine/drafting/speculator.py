@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class DecodeStats:
-    """What one run of decoding did. Seconds are wall time; `verify` includes drawing from its rows.
+    """What one run of decoding did. Seconds are wall time; `verify` includes drawing from its rows, `draft` what
+    drafters do with tokens that stay.
 
     steps: windows evaluated. tokens: rows kept, which is tokens evaluated. rows[n]: windows of n rows. tested[i],
     accepted[i]: drafts at place i of a window (0: the first draft) that were compared with the drawn token, and that
