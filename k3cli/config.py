@@ -257,6 +257,11 @@ def _folder(name: str, path: str) -> Path:
         raise UsageError(f"no home folder for {path}", "a path, or a user this machine knows", f"set {name}") from None
 
 
+def debugging() -> bool:
+    """Whether K3_DEBUG asks for what only people who look for a fault want to see."""
+    return os.environ.get("K3_DEBUG", "0") not in ("", "0")
+
+
 def path_of(text: str) -> Path:
     """A path as people write it, wherever they do: ~ at its beginning is the home folder, which no shell has put in
     where it stood behind a = or in a file. That of a user whom nobody knows stays as it is: it will not be found."""

@@ -43,6 +43,7 @@ from k3cli.commands.failures import as_k3_error, usage_message
 from k3cli.commands.options import hide_types
 from k3cli.commands.output import Printer, prepare_streams, silence
 from k3cli.commands.signals import EndRun, exit_on_signals, ignore_signals
+from k3cli.config import debugging
 from k3cli.engine.events import Failed
 from k3cli.errors import Exit, K3Error
 from k3cli.model import watch
@@ -111,7 +112,7 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prepare_streams()
     args = sys.argv[1:]
-    if os.environ.get("K3_DEBUG", "0") in ("", "0") and "--debug" not in args:
+    if not debugging() and "--debug" not in args:
         # Read when torch loads, too. What is to be said of ranks that are lost is one line of ours; NCCL's threads
         # would write theirs beside it.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -221,7 +222,7 @@ def _fail(problem: K3Error, code: Exit, json_mode: bool) -> int:
 def _unexpected(problem: Exception) -> K3Error:
     """A bug of ours, or of the machine: one line, and the traceback where it can be found."""
     what = f"{type(problem).__name__}: {problem}"
-    if os.environ.get("K3_DEBUG", "0") not in ("", "0"):
+    if debugging():
         Printer().clear_bar()
         traceback.print_exception(problem)
         return K3Error(what)

@@ -126,11 +126,12 @@ def describe(model: str, dtype: str, window: int, layers: int = 0) -> dict[str, 
 
 
 def _told(error: BaseException) -> int:
+    from k3cli.config import debugging
     from k3cli.model.faults import described, is_lost
 
     if is_lost(error):
         return LOST
-    if os.environ.get("K3_DEBUG", "0") not in ("", "0"):
+    if debugging():
         import traceback
 
         traceback.print_exception(error)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from k3cli.config import debugging
 from k3cli.errors import FitError, K3Error
 from k3cli.model.faults import ran_out
 from k3cli.model.joining import join, leave
@@ -83,7 +84,7 @@ class Peers:
                 [sys.executable, "-P", "-m", "k3cli.model.peer", *place, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=None if os.environ.get("K3_DEBUG", "0") not in ("", "0") else subprocess.DEVNULL,
+                stderr=None if debugging() else subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is rank 0's, who stops all ranks at the same token

@@ -40,8 +40,8 @@ def describe() -> list[tuple[str, str, str]]:
         ),
         (
             "loss allowed",
-            f"{SHARE:.0%} of the steps, and {FREE} steps once",
-            "drafts that were not accepted may not cost more; then decoding goes on without them",
+            f"{SHARE:.2%} of the steps, and {FREE} steps once",
+            "what drafts cost and do not win may not be more; then decoding goes on without them",
         ),
         (
             "asking a draft model",
