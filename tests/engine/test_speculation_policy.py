@@ -14,7 +14,7 @@ import pytest
 
 from k3cli.engine.drafting.costs import DOUBT, UNKNOWN, WARM, Costs
 from k3cli.engine.drafting.drafter import Draft
-from k3cli.engine.drafting.policy import DEAR, FREE, SHARE, Policy
+from k3cli.engine.drafting.policy import DEAR, FREE, HICCUP, SHARE, Policy
 from k3cli.engine.drafting.rehearsal import FIRST, TIMED, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.errors import FitError
@@ -198,7 +198,7 @@ def test_a_draft_that_is_wrong_every_other_time_is_asked_all_the_same(price: flo
     assert max(always) < 400 / 1.2
     ours = [Clock(price, seed=seed).turn(400, GOOD) for seed in range(12)]
     # Where asking is dear, what may be lost at the beginning is soon used up, and comes back slowly.
-    assert sum(ours) < (1.22 if price > 0.3 else 1.05) * sum(always)
+    assert sum(ours) < (1.12 if price > 0.3 else 1.05) * sum(always)
 
 
 def test_text_that_becomes_predictable_is_noticed() -> None:
@@ -226,10 +226,10 @@ def test_what_drafts_cost_besides_is_on_the_account_and_an_interruption_counts_l
     policy.spend(STEP)  # nothing is known yet of what that is in steps
     assert policy._room() == FREE
     policy.costs.note(1, STEP)
-    policy.spend(0.1 * STEP)
-    assert policy._room() == pytest.approx(FREE - 0.1)
+    policy.spend(0.01 * STEP)
+    assert policy._room() == pytest.approx(FREE - 0.01)
     policy.spend(50 * STEP)
-    assert policy._room() == pytest.approx(FREE - 0.1 - WARM)
+    assert policy._room() == pytest.approx(FREE - 0.01 - HICCUP)
 
 
 def test_another_drafter_is_not_taken_for_as_quick_as_the_one_before() -> None:
@@ -260,7 +260,7 @@ def test_a_first_draft_that_has_to_warm_up_is_no_reason_to_stop() -> None:
 
 def test_a_fork_knows_what_its_parent_measured_and_owes_nothing() -> None:
     clock = Clock(0.22)
-    clock.turn(400, BAD)
+    clock.turn(200, BAD)
     child = clock.policy.fork()
     assert child.asking.mean == clock.policy.asking.mean < 0
     assert child.costs is clock.policy.costs

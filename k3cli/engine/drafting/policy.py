@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from k3cli.engine.drafting.costs import SLOPE, WARM, Costs
+from k3cli.engine.drafting.costs import SLOPE, Costs
 
 GAIN = 1.03
 """A window must promise at least this many times the speed of plain decoding."""
-SHARE, FREE = 0.0125, 1.5
-"""What drafts may lose: this share of plain steps, and so many steps before the first."""
+SHARE, FREE = 0.02, 1.5
+"""What drafts may lose: this share of plain steps, and so many steps before the first. With less, an answer that began
+badly on a busy machine does without drafts to its end, however sure they are."""
+HICCUP = 0.1
+"""Steps that keeping up with one step counts for at most."""
 
 DEAR = 0.01
 """A draft that takes more of a step than this has to earn it."""
@@ -40,7 +43,7 @@ def describe() -> list[tuple[str, str, str]]:
         ),
         (
             "loss allowed",
-            f"{SHARE:.2%} of the steps, and {FREE} steps once",
+            f"{SHARE:.0%} of the steps, and {FREE} steps once",
             "what drafts cost and do not win may not be more; then decoding goes on without them",
         ),
         (
@@ -167,10 +170,10 @@ class Policy:
     def spend(self, seconds: float) -> None:
         """What drafts cost besides: their own state kept up with a step, whether one was asked for or not.
 
-        An interruption counts little, as for `Costs.note_draft`.
+        An interruption counts little: it says nothing about drafts.
         """
         if self.costs.seconds:
-            self._lost += min(seconds / self.costs.seconds, WARM)
+            self._lost += min(seconds / self.costs.seconds, HICCUP)
 
     def choose(self, drafts: int, confidence: Sequence[float] | None) -> int:
         """Rows of the next step, from 1 to 1 + drafts. confidence: see drafter.Draft."""
