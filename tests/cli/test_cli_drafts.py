@@ -19,7 +19,7 @@ from k3cli.errors import ModelError, UsageError
 
 def test_drafts_are_told_and_change_no_answer(k3, monkeypatch) -> None:
     # Steps of the small model take no longer than looking for a draft; none is to depend on how long anything takes.
-    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + min(drafts, self.rows - 1))
+    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence, *_: 1 + min(drafts, self.rows - 1))
     monkeypatch.setattr(Policy, "resting", lambda self: False)
     text = "so it goes, so it goes, so it goes, so it goes"
     plain = k3("chat", "-s", "plain", "-p", text, "--spec", "off")
@@ -42,7 +42,7 @@ def test_drafts_are_told_and_change_no_answer(k3, monkeypatch) -> None:
 
 def test_other_texts_are_drafted_from(k3, tmp_path, monkeypatch) -> None:
     # Every draft is verified, so that steps do not depend on how long they take.
-    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + min(drafts, self.rows - 1))
+    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence, *_: 1 + min(drafts, self.rows - 1))
     monkeypatch.setattr(Policy, "resting", lambda self: False)
     prompt = "slow 20"  # answered with words that are not in the prompt
     alone = k3("chat", "-s", "a", "-p", prompt, "--json").one("speculation")["steps"]

@@ -369,5 +369,5 @@ def hostile() -> Callable[..., dict[str, Callable[[], Any]]]:
 @pytest.fixture
 def reckless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft is verified, whatever it costs."""
-    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + min(drafts, self.rows - 1))
+    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence, *_: 1 + min(drafts, self.rows - 1))
     monkeypatch.setattr(Policy, "resting", lambda self: False)

@@ -400,7 +400,7 @@ def test_while_the_policy_rests_only_the_cheap_half_is_asked(monkeypatch) -> Non
     speculator = Speculator(BothDrafter(cheap, model), costs, 4, VOCAB)
     assert speculator.propose([0], 3)[0] == [2]
     monkeypatch.setattr(Policy, "resting", lambda self: True)
-    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence: 1 + drafts)
+    monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence, *_: 1 + drafts)
     assert speculator.propose([0], 3)[0] == [1]
     assert model.asked == 1
     assert speculator.describe()["draft_context"] == 0

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from k3cli.engine.drafting.costs import DOUBT, UNKNOWN, WARM, Costs
+from k3cli.engine.drafting.costs import DOUBT, LEAP, UNKNOWN, WARM, Costs
 from k3cli.engine.drafting.drafter import Draft
-from k3cli.engine.drafting.policy import DEAR, FREE, HICCUP, SHARE, Policy
+from k3cli.engine.drafting.policy import DEAR, FREE, HICCUP, MATCH_FREE, MATCH_SHARE, SHARE, Policy
 from k3cli.engine.drafting.rehearsal import FIRST, TIMED, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.errors import FitError
@@ -67,7 +67,7 @@ class Clock:
         """Steps of one row that a turn took; plain decoding takes `tokens`. always: whatever it costs."""
         self.policy.begin()
         if always:
-            self.policy._room = lambda: math.inf  # type: ignore[method-assign]
+            self.policy.models.free = math.inf
         spent, done = 0.0, 0
         while done < tokens:
             asked = always or not self.policy.resting()
@@ -75,9 +75,9 @@ class Clock:
             if asked:
                 self.asks += 1
                 drafting = self.price * (10 if self.asks == 1 else 1)  # the first one warms up
-                self.policy.pay(drafting * STEP)
                 chance = 0.93 if self.random.random() < text.easy else 0.15
-                rows = self.policy.choose(WINDOW - 1, [text.claimed or chance] * (WINDOW - 1))
+                claimed = [text.claimed or chance] * (WINDOW - 1)
+                rows = self.policy.choose(WINDOW - 1, claimed, True, drafting * STEP)
                 while right < WINDOW - 1 and self.random.random() < chance:
                     right += 1
             used = min(1 + min(right, rows - 1), tokens - done)
@@ -122,15 +122,14 @@ def test_at_no_token_more_is_lost_than_promised(price: float, slope: float, turn
 
 def test_the_first_step_is_a_plain_one_and_more_rows_come_by_and_by() -> None:
     policy = Policy(Costs(WINDOW), WINDOW)
-    assert policy.choose(7, [0.99] * 7) == 1
+    assert policy.choose(7, [0.99] * 7, True) == 1
     policy.costs.note(1, STEP)
-    assert policy.choose(7, [0.99] * 7) == 1 + int(FREE / UNKNOWN)
+    assert policy.choose(7, [0.99] * 7, True) == 1 + LEAP < 1 + FREE / UNKNOWN
     policy.costs.note(3, 1.5 * STEP)  # a row is dearer than it may have been thought
     assert policy.costs.ceiling(3) == pytest.approx(1.5)
     assert policy.costs.ceiling(5) == pytest.approx(1 + 4 * DOUBT * 0.25)
-    assert policy.choose(7, [0.99] * 7) == 4
-    policy.pay(0.5 * STEP)
-    assert policy.choose(7, [0.99] * 7) == 3
+    assert policy.choose(7, [0.99] * 7, True) == 5
+    assert policy.choose(7, [0.99] * 7, True, 0.5 * STEP) == 4
 
 
 def test_a_draft_of_which_only_the_seconds_are_known_waits_for_the_first_step() -> None:
@@ -147,17 +146,17 @@ def test_what_a_turn_owes_and_knows_is_owed_and_known_by_the_process_that_goes_o
     kept = first.policy.keep()
     then = Policy(Costs(WINDOW), WINDOW)
     then.recall(kept)
-    assert then._room() == pytest.approx(FREE - first.policy._owed()) != FREE
+    assert then.models.room() == pytest.approx(FREE - first.policy.models.owed()) != FREE
     assert then.asking.mean == first.policy.asking.mean
     assert then.costs.measured() == first.policy.costs.measured() != {}
     # What was measured here stays; what is of another window or makes no sense is passed over.
-    then.recall([*kept[:3], *[9.0] * (WINDOW - 1), *kept[3 + WINDOW - 1 :]])
+    then.recall([*kept[:4], *[9.0] * (WINDOW - 1), *kept[4 + WINDOW - 1 :]])
     assert then.costs.measured() == first.policy.costs.measured()
     fresh = Policy(Costs(4), 4)
     whole = fresh.keep()
-    for bad in (kept, [math.nan] * 9, [], [*whole[:2], 0.0, *whole[3:]], [*whole[:-1], -3.0], [-9.0, *whole[1:]]):
+    for bad in (kept, [math.nan] * 10, [], [*whole[:3], 0.0, *whole[4:]], [*whole[:-1], -3.0], [0.0, -9.0, *whole[2:]]):
         fresh.recall(bad)
-        assert fresh._room() == FREE
+        assert fresh.keep() == whole
     one = sum(Clock(0.22, seed=seed, rehearsed=True).turn(25, BAD) for seed in range(40))
     spent, account = 0.0, []
     for seed in range(40):  # every turn in a process of its own
@@ -221,15 +220,56 @@ def test_a_profit_is_not_gambled_away() -> None:
     assert clock.asks - before < 40
 
 
+def matched(policy: Policy, right: bool, confidence: float = 0.99) -> int:
+    """A step behind a match; its rows."""
+    rows = policy.choose(WINDOW - 1, [confidence] * (WINDOW - 1))
+    policy.costs.note(rows, STEP * (1 + 0.13 * (rows - 1)))
+    policy.note(rows, rows if right else 1, rows - 1, rows - 1 if right else 0, 0.001 * STEP)
+    return rows
+
+
+def test_sure_matches_do_not_starve_for_what_asking_lost_nor_for_a_busy_machine() -> None:
+    clock = Clock(0.22)
+    clock.turn(400, BAD)
+    policy = clock.policy
+    assert policy.resting()
+    assert policy.models.room() < 0.4
+    for _ in range(200):
+        policy.spend(50 * STEP)
+    assert policy.models.room() < -10
+    policy.begin()
+    assert [matched(policy, right=True) for _ in range(3)][1:] == [WINDOW, WINDOW]
+    # Nor is what matches win for a model to lose.
+    for _ in range(20):
+        matched(policy, right=True)
+    assert policy.matches.room() > 20
+    assert policy.models.room() < 0
+    assert policy.resting()
+
+
+def test_matches_that_are_sure_and_wrong_lose_what_they_may_and_leave_asking_alone() -> None:
+    policy = Policy(Costs(WINDOW), WINDOW)
+    cost = tokens = 0.0
+    for _ in range(1000):
+        rows = matched(policy, right=False)
+        cost, tokens = cost + 1 + 0.13 * (rows - 1), tokens + 1
+        assert cost <= tokens * (1 + MATCH_SHARE) + MATCH_FREE + 0.1
+    assert cost > 1000 + 0.8 * MATCH_FREE, "they are tried"
+    assert policy.models.room() == pytest.approx(FREE + 1000 * (SHARE - 0.001), abs=0.1), "looking alone"
+    before = policy.models.room()
+    policy.note(1, 1, 0, 0, 50 * STEP)
+    assert policy.models.room() == pytest.approx(before - HICCUP + SHARE), "looking counts, an interruption little"
+
+
 def test_what_drafts_cost_besides_is_on_the_account_and_an_interruption_counts_little() -> None:
     policy = Policy(Costs(WINDOW), WINDOW)
     policy.spend(STEP)  # nothing is known yet of what that is in steps
-    assert policy._room() == FREE
+    assert policy.models.room() == FREE
     policy.costs.note(1, STEP)
     policy.spend(0.01 * STEP)
-    assert policy._room() == pytest.approx(FREE - 0.01)
+    assert policy.models.room() == pytest.approx(FREE - 0.01)
     policy.spend(50 * STEP)
-    assert policy._room() == pytest.approx(FREE - 0.01 - HICCUP)
+    assert policy.models.room() == pytest.approx(FREE - 0.01 - HICCUP)
 
 
 def test_another_drafter_is_not_taken_for_as_quick_as_the_one_before() -> None:
@@ -264,7 +304,7 @@ def test_a_fork_knows_what_its_parent_measured_and_owes_nothing() -> None:
     child = clock.policy.fork()
     assert child.asking.mean == clock.policy.asking.mean < 0
     assert child.costs is clock.policy.costs
-    assert child._room() == FREE
+    assert child.models.room() == FREE
 
 
 class Model:

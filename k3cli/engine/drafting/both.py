@@ -51,13 +51,13 @@ class BothDrafter:
         self._at_work = {"cheap"}
         match = self.cheap.propose(context, position, k)
         if match.confidence and match.confidence[0] >= SURE:
-            return replace(match, asked=False)
+            return match
         promised = expected(match)
         self._at_work = {"model"}
         guess = self.model.propose(context, position, k)
         if promised > expected(guess):
             self._at_work = {"cheap"}
-            return replace(match, instead=promised)
+            return replace(match, asked=True, instead=promised)
         return replace(guess, instead=promised)
 
     def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:

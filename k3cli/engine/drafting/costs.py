@@ -6,6 +6,7 @@ machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 SLOPE = 0.12
@@ -19,6 +20,8 @@ FOLLOW = 0.2
 UNKNOWN, DOUBT = 0.25, 2.0
 """A row count that was not timed may cost as much as this share of a step for each more row; where fewer rows were
 timed, so many times what a row of those takes."""
+LEAP = 3
+"""Rows beyond the most that were timed that may be tried next."""
 WARM = 0.5
 """Steps that the first draft counts for at most: it makes tables and compiles what later ones use."""
 
@@ -94,13 +97,16 @@ class Costs:
     def ceiling(self, rows: int) -> float:
         """What a step of so many rows may cost, in steps of one row: nothing that is known speaks for more.
 
-        More rows are thus tried by and by: what they may cost at worst has to be there to be lost.
+        More rows are thus tried by and by: what they may cost at worst has to be there to be lost. inf: too many for
+        now.
         """
         if rows == 1:
             return 1.0
         curve = self.curve()
         if self._count[rows]:
             return max(curve[rows], self._ratio[rows])
+        if rows > LEAP + max(self.measured(), default=1):
+            return math.inf
         known = [(ratio - 1) / (n - 1) for n, ratio in self.measured().items() if n < rows]
         slope = max(DOUBT * max(known), SLOPE) if known else UNKNOWN
         return max(curve[rows], 1 + slope * (rows - 1))

@@ -12,11 +12,14 @@ from k3cli.engine.drafting.costs import SLOPE, Costs
 
 GAIN = 1.03
 """A window must promise at least this many times the speed of plain decoding."""
-SHARE, FREE = 0.02, 1.5
-"""What drafts may lose: this share of plain steps, and so many steps before the first. With less, an answer that began
-badly on a busy machine does without drafts to its end, however sure they are."""
+SHARE, FREE = 0.0125, 2.0
+"""What asking a draft model may lose, all that keeps drafts up among it: this share of plain steps, and so many steps
+before the first."""
+MATCH_SHARE, MATCH_FREE = 0.01, 1.5
+"""What the rows of matches may lose, which nobody was asked for. An allowance of its own: a model that is not worth
+asking, or a busy machine, must not take from an answer that repeats itself what is sure."""
 HICCUP = 0.1
-"""Steps that keeping up with one step counts for at most."""
+"""Steps that keeping up with one step, or looking for a match, counts for at most."""
 
 DEAR = 0.01
 """A draft that takes more of a step than this has to earn it."""
@@ -43,8 +46,8 @@ def describe() -> list[tuple[str, str, str]]:
         ),
         (
             "loss allowed",
-            f"{SHARE:.0%} of the steps, and {FREE} steps once",
-            "what drafts cost and do not win may not be more; then decoding goes on without them",
+            f"asking: {SHARE:.2%} of the steps and {FREE:g} once; matches: {MATCH_SHARE:.0%} and {MATCH_FREE:g}",
+            "what either costs and does not win may not be more; then decoding goes on without it",
         ),
         (
             "asking a draft model",
@@ -110,6 +113,31 @@ class Asking:
         return child
 
 
+class Allowance:
+    """What drafts of one kind may lose: a share of plain steps, and some steps before the first."""
+
+    def __init__(self, share: float, free: float) -> None:
+        self.share, self.free = share, free
+        self.lost = 0.0
+        """Steps of one row, less those that were won."""
+        self._plain = 0.0
+
+    def begin(self, owed: float | None = None) -> None:
+        """A turn starts. What the turns before it have lost is still owed; what they won is not for losing."""
+        self.lost, self._plain = self.owed() if owed is None else owed, 0.0
+
+    def owed(self) -> float:
+        return max(0.0, self.lost - self.share * self._plain)
+
+    def room(self) -> float:
+        """Steps of one row that may still be lost."""
+        return self.free + self.share * self._plain - self.lost
+
+    def grow(self, tokens: int) -> None:
+        """So many steps of plain decoding are behind us."""
+        self._plain += tokens
+
+
 class Policy:
     """Decides the rows of each step of one timeline, and keeps its turns from losing time over drafts."""
 
@@ -120,30 +148,27 @@ class Policy:
         self.rows = rows
         self.acceptance = Acceptance(costs.window)
         self.asking = Asking()
-        self._lost = 0.0
-        self._plain = 0.0
-        self._paid = 0.0  # of the draft at hand, whose step is still to come
+        self.models = Allowance(SHARE, FREE)
+        self.matches = Allowance(MATCH_SHARE, MATCH_FREE)
 
     def begin(self) -> None:
-        """A turn starts. What the turns before it have lost is still owed; what they won is not for losing."""
-        self._lost = self._owed()
-        self._plain = 0.0
-
-    def _owed(self) -> float:
-        return max(0.0, self._lost - SHARE * self._plain)
+        """A turn starts: see Allowance.begin."""
+        self.models.begin()
+        self.matches.begin()
 
     def keep(self) -> list[float]:
         """What the next turn goes on with, should another process run it: what is owed, what asking brings, costs."""
-        return [self._owed(), *self.asking.keep(), *self.costs.keep()]
+        return [self.models.owed(), self.matches.owed(), *self.asking.keep(), *self.costs.keep()]
 
     def recall(self, kept: Sequence[float]) -> None:
         """Goes on from what was kept on this machine with the same window; anything else is passed over."""
-        whole = len(kept) == 3 + 2 * (self.costs.window - 1) and all(map(math.isfinite, kept))
+        whole = len(kept) == 4 + 2 * (self.costs.window - 1) and all(map(math.isfinite, kept))
         # An imported session may hold anything; what was won is the one number that may be below zero.
-        if whole and kept[2] >= 1 and all(value >= 0 for value in (kept[0], *kept[3:])):
-            self._lost, self._plain = kept[0], 0.0
-            self.asking.recall(kept[1:3])
-            self.costs.recall(kept[3:])
+        if whole and kept[3] >= 1 and all(value >= 0 for value in (*kept[:2], *kept[4:])):
+            self.models.begin(kept[0])
+            self.matches.begin(kept[1])
+            self.asking.recall(kept[2:4])
+            self.costs.recall(kept[4:])
 
     def fork(self) -> Policy:
         """For a copy of the timeline: it knows what asking brings, and owes nothing."""
@@ -161,11 +186,7 @@ class Policy:
             return False
         # A draft that can't be verified for want of room would be paid for nothing.
         least = price + costs.ceiling(min(2, self.rows)) - 1
-        return least > self._room() or not self.asking.due()
-
-    def pay(self, seconds: float) -> None:
-        """The draft at hand took so long: it leaves less for the rows of its step."""
-        self._paid = seconds / self.costs.seconds if self.costs.seconds else 0.0
+        return least > self.models.room() or not self.asking.due()
 
     def spend(self, seconds: float) -> None:
         """What drafts cost besides: their own state kept up with a step, whether one was asked for or not.
@@ -173,15 +194,18 @@ class Policy:
         An interruption counts little: it says nothing about drafts.
         """
         if self.costs.seconds:
-            self._lost += min(seconds / self.costs.seconds, HICCUP)
+            self.models.lost += min(seconds / self.costs.seconds, HICCUP)
 
-    def choose(self, drafts: int, confidence: Sequence[float] | None) -> int:
-        """Rows of the next step, from 1 to 1 + drafts. confidence: see drafter.Draft."""
+    def choose(self, drafts: int, confidence: Sequence[float] | None, asked: bool = False, seconds: float = 0.0) -> int:
+        """Rows of the next step, from 1 to 1 + drafts. confidence, asked: see drafter.Draft.
+
+        seconds: what the draft took. If someone was asked, it leaves less for the rows.
+        """
         if not self.costs.seconds:
             return 1  # the first step is a plain one: what others cost is counted in such steps
         curve, costs = self.costs.curve(), self.costs
         chances = self.acceptance.rates() if confidence is None else confidence
-        room = self._room()
+        room = self.models.room() - seconds / costs.seconds if asked else self.matches.room()
         best, rows, tokens, whole = GAIN, 1, 1.0, 1.0
         for i in range(min(drafts, self.rows - 1, len(chances))):
             cost = curve[i + 2]
@@ -207,16 +231,16 @@ class Policy:
 
         draft_seconds: what the drafts took; it counts as a loss, too. asked, instead: see drafter.Draft.
         """
-        drafting = self.costs.note_draft(draft_seconds) if asked else draft_seconds / self.costs.seconds
-        won = used - self.costs.ceiling(rows) - drafting
-        self._plain += used
-        self._lost -= won
-        self._paid = 0.0
+        won = used - self.costs.ceiling(rows)
+        if asked:
+            won -= self.costs.note_draft(draft_seconds)
+            self.models.lost -= won
+            self.asking.note(won - instead)
+        else:
+            # Matches are looked for in any case: what could be done without is asking.
+            self.matches.lost -= won
+            self.spend(draft_seconds)
+        for allowance in (self.models, self.matches):
+            allowance.grow(used)
         for place in range(1, tested + 1):
             self.acceptance.note(place, place <= hits)
-        if asked:
-            self.asking.note(won - instead)
-
-    def _room(self) -> float:
-        """Steps of one row that may still be lost."""
-        return FREE + SHARE * self._plain - self._lost - self._paid

@@ -115,8 +115,8 @@ class Speculator:
             self._fail(error, drafter)
             draft, ids = NOTHING, []
         self._last = replace(draft, asked=draft.asked and not resting)
-        self.policy.pay(time.perf_counter() - began)
-        rows = self.policy.choose(len(ids), draft.confidence) if ids else 1
+        seconds = time.perf_counter() - began
+        rows = self.policy.choose(len(ids), draft.confidence, self._last.asked, seconds) if ids else 1
         return ids[: rows - 1], time.perf_counter() - began
 
     def account(self, rows: int, used: int, tested: int, hits: int, draft_seconds: float, seconds: float) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from k3cli.engine.drafting.drafter import NOTHING, Draft
+from k3cli.engine.drafting.drafter import Draft
 from k3cli.engine.drafting.ngrams import BREAK, NgramIndex
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class SuffixDrafter:
                 under, at, edit = at, at + change[0], change[1]
             if at - end >= len(found):
                 break
-        return Draft(found, confidence) if found else NOTHING
+        return Draft(found, confidence, asked=False)
 
     def observe(self, accepted: Sequence[int], position: int, hidden: Any) -> None:
         """Nothing: every token comes with the next context."""
