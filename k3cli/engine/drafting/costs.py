@@ -50,16 +50,16 @@ class Costs:
         """One step of 1 <= rows <= window."""
         if not self.seconds:
             self.seconds = seconds / (1 + SLOPE * (rows - 1))
-        # What is far off is an interruption, which tells little.
-        ratio = min(max(seconds / self.seconds, 0.25), 2 * self.curve()[rows])
         expected, follow = self.curve()[rows], FOLLOW
+        # What is far off is an interruption, which tells little.
+        ratio = min(max(seconds / self.seconds, 0.25), 2 * expected)
         if rows > 1:
             count = self._count[rows] = min(self._count[rows] + 1, MEMORY)
             self._ratio[rows] += (ratio - self._ratio[rows]) / count
             # Steps of a row count that is not yet known well say more about itself than about the machine.
             follow *= count / MEMORY
+            self._curve = None
         self.seconds *= 1 + follow * (ratio / expected - 1)
-        self._curve = None
 
     def note_draft(self, seconds: float) -> float:
         """A draft took this long. Returns the steps of one row that it counts for: an interruption counts little."""

@@ -42,17 +42,18 @@ class DSparkDrafter:
         self._cache = model.new_cache() if cache is None else cache
         self._end = end
         self._queue: list[Tensor] = []  # taps of the rows before `_end` that are not in the cache yet
+        self._queued = 0  # rows of them
         self._sampling: Sampling | None = None
 
     @property
     def context_rows(self) -> int:
         """Tokens of the context it has seen; after a resume fewer than the timeline has."""
-        return self._cache.count + sum(len(rows) for rows in self._queue)
+        return self._cache.count + self._queued
 
     def begin(self, context: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling
         if self._end > len(context):  # another, shorter history
-            self._cache, self._end, self._queue = self.model.new_cache(), 0, []
+            self._cache, self._end, self._queue, self._queued = self.model.new_cache(), 0, [], 0
 
     def propose(self, context: Sequence[int], position: int, k: int) -> Draft:
         """Drawn with the target's own noise at each position, so that sampled drafts agree with it more often."""
@@ -78,10 +79,11 @@ class DSparkDrafter:
             assert hidden.shape[0] == len(accepted), (hidden.shape, len(accepted))
             # Many rows at once cost hardly more than one, and may not be needed for a while.
             self._queue.append(hidden.clone())
+            self._queued += len(accepted)
         else:
             self._flush()
         self._end = position + len(accepted)
-        if sum(len(rows) for rows in self._queue) >= QUEUE:
+        if self._queued >= QUEUE:
             self._flush()
 
     def keep(self, position: int) -> dict[str, Tensor]:
@@ -103,7 +105,8 @@ class DSparkDrafter:
             rows = rows.view(torch.bfloat16)
         width = self.model.width
         if rows.dtype == self.model.dtype and rows.ndim == 3 and rows.shape[::2] == (self.model.config.layers, width):
-            self._cache, self._end, self._queue = DraftCache(rows.to(self.model.device), rows.shape[1]), position, []
+            self._cache, self._end = DraftCache(rows.to(self.model.device), rows.shape[1]), position
+            self._queue, self._queued = [], 0
 
     @property
     def _hint(self) -> str:
@@ -115,10 +118,10 @@ class DSparkDrafter:
 
     def _flush(self) -> None:
         if self._queue:
-            rows, self._queue = torch.cat(self._queue), []
+            rows, self._queue, self._queued = torch.cat(self._queue), [], 0
             self.model.extend(self._cache, rows, self._end - len(rows))
 
     def fork(self) -> DSparkDrafter:
         child = DSparkDrafter(self.model, self._cache.fork(), self._end)
-        child._sampling, child._queue = self._sampling, list(self._queue)
+        child._sampling, child._queue, child._queued = self._sampling, list(self._queue), self._queued
         return child
