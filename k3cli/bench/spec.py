@@ -1,13 +1,10 @@
 """What drafts bring on this machine: the same conversations decoded with each drafter in turns.
 
-edit: code that is renamed name by name, each message with the code as it stands, as an agent's edits go. prose:
-questions about k3, whose answers share little. code: edits of code that was not seen before. noise: 400 tokens at
-temperature 5, in which nothing repeats: what drafts cost where they can't help.
-
-Each text is one conversation, run once a round with each drafter, every other round in the opposite order (off, suffix,
-suffix, off, ...), so that other work on the machine hits all alike. Every time it is new, and nothing is known from
-before; a few tokens with each drafter, which are not measured, warm the process up. Every id drawn with drafts must be
-the one drawn without, else the row fails.
+Each text is one conversation. In a round every drafter has its own, and they decode in turns of some tokens (off,
+suffix, suffix, off, ...), so that whatever else the machine does hits all alike: whole conversations one after the
+other differed by a tenth and more without any drafts. Every time they are new, and nothing is known from before but
+what steps cost; a few tokens with each drafter, which are not measured, warm the process up. Every id drawn with drafts
+must be the one drawn without, else the row fails.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ from pathlib import Path
 from k3cli.bench.ceilings import ceilings
 from k3cli.bench.device import device_name, references
 from k3cli.bench.record import Results, Row, measured, run_row
+from k3cli.bench.texts import TEXTS
 from k3cli.config import Settings
 from k3cli.engine.drafting.choose import choose, draft_folder
 from k3cli.engine.engine import Engine
@@ -31,6 +29,8 @@ LONGEST = 400
 """Tokens of one answer at most."""
 WARMING = 16
 """Tokens that warm the process up, with each drafter."""
+TURN = 32
+"""Tokens that a drafter decodes before it is the next one's turn."""
 NOISE = 5.0
 """Temperature of the text "noise", whatever else is asked for."""
 ALL = ("off", "suffix", "dspark")
@@ -40,53 +40,6 @@ ALL = ("off", "suffix", "dspark")
 PUBLISHED = (1.84, 2.45, 2.87, 3.22, 3.44, 3.54, 3.78, 3.88)
 """Tokens a step with 1, 2, ... drafts of K3's published DSpark draft on coding prompts (InferenceX, golden acceptance
 lengths)."""
-
-
-def edits(code: str, renames: Sequence[tuple[str, str]]) -> list[str]:
-    """One message for each rename, with the code as the renames before it left it."""
-    messages = []
-    for old, new in renames:
-        messages.append(f"Rename {old} to {new}:\n```\n{code}```")
-        code = code.replace(old, new)
-    return messages
-
-
-TEXTS: Mapping[str, Sequence[str]] = {
-    "edit": [
-        *edits(
-            "with open(path) as handle:\n    data = handle.read()\n    store(data)\n",
-            [
-                ("handle", "file"),
-                ("data", "text"),
-                ("store", "save"),
-                ("text", "body"),
-                ("file", "log"),
-                ("save", "send"),
-            ],
-        ),
-        *edits(
-            "for item in queue:\n    if item == limit:\n        print(item)\n    found.append(item)\n",
-            [("item", "node"), ("queue", "stack"), ("limit", "bound"), ("found", "seen"), ("stack", "heap")],
-        ),
-    ],
-    "prose": [
-        "How does k3 keep sessions?",
-        "What is a turn?",
-        "What happens when the disk is full?",
-        "How do I fork a session?",
-        "What does k3 doctor show?",
-        "Why is a checkpoint thinned?",
-        "Who are you?",
-        "What is the exit code for a locked session?",
-    ],
-    "code": [
-        "Rename total to amount:\n```\ndef report(total, rate):\n    fee = total + rate\n    return fee\n```",
-        "Change host to name here:\n```\nclass Server:\n    def __init__(self, host):\n        self.host = host\n```",
-        'In this code, lamp should be river:\n```\nimport lamp\n\nstone = lamp.load("oak")\nprint(stone)\n```',
-        "replace copper by silver in this code:\n```\ncopper:\n  size: 1\n  bright: true\n```",
-    ],
-    "noise": ["Hello"],
-}
 
 
 @dataclass(frozen=True)
@@ -110,7 +63,7 @@ class Request:
 
 @dataclass
 class Run:
-    """One conversation. seconds: of all decode steps, as are draft, verify and commit; processor: CPU seconds."""
+    """One conversation. seconds: of all decode steps, as are draft, verify and commit; processor: CPU seconds of it."""
 
     ids: list[int] = field(default_factory=list)
     processor: float = 0.0
@@ -155,6 +108,14 @@ def converse(
     engine: Engine, spec: str, text: str, request: Request, rows: int | None = None, messages: int | None = None
 ) -> Run:
     """The messages of a text one after the other, decoded with `spec`. rows: of a step at most; messages: how many."""
+    *_, run = conversing(engine, spec, text, request, rows, messages)
+    return run
+
+
+def conversing(
+    engine: Engine, spec: str, text: str, request: Request, rows: int | None = None, messages: int | None = None
+) -> Iterator[Run]:
+    """As `converse`, in turns: yields the run as far as it has come, whole with the last one."""
     engine.speculate(choose(spec, model=engine.folder), rows)
     renderer, sampling = engine.renderer, Sampling(temperature=request.heat(text), seed=1)
     timeline, context = engine.timeline(), renderer.new_context(True)
@@ -170,7 +131,11 @@ def converse(
             pass
         parser = renderer.parser(True)
         began = time.process_time()
-        for token in timeline.generate(sampling, stop, request.longest):
+        for drawn, token in enumerate(timeline.generate(sampling, stop, request.longest)):
+            if drawn and drawn % TURN == 0:
+                run.processor += time.process_time() - began
+                yield run
+                began = time.process_time()
             run.ids.append(token)
             if not parser.ended:
                 parser.feed(token)
@@ -188,15 +153,33 @@ def converse(
             mine[:] = [a + b for a, b in zip(mine, new, strict=True)]
     if timeline.speculator is not None:
         run.failed = timeline.speculator.failure
-    return run
+    yield run
+
+
+def in_turns(talks: Sequence[Iterator[Run]]) -> list[Run]:
+    """What the conversations come to, carried on one after the other and back again until all have ended."""
+    runs: dict[int, Run] = {}
+    going = list(range(len(talks)))
+    while going:
+        for number in list(going):
+            run = next(talks[number], None)
+            if run is None:
+                going.remove(number)
+            else:
+                runs[number] = run
+        going.reverse()
+    return [runs[number] for number in range(len(talks))]
 
 
 def compare_drafts(engine: Engine, text: str, request: Request, rows: int | None = None) -> Iterator[Row]:
     """All drafters on one text: a row for each."""
     runs: dict[str, list[Run]] = {spec: [] for spec in request.specs}
     for number in range(request.rounds):
-        for spec in request.specs if number % 2 == 0 else reversed(request.specs):
-            runs[spec].append(converse(engine, spec, text, request, rows))
+        order = request.specs if number % 2 == 0 else request.specs[::-1]
+        for spec, run in zip(
+            order, in_turns([conversing(engine, spec, text, request, rows) for spec in order]), strict=True
+        ):
+            runs[spec].append(run)
     for spec, done in runs.items():
         yield {"row": "spec", "text": text, "spec": spec, "temperature": request.heat(text)} | told(runs["off"], done)
 

@@ -119,9 +119,26 @@ class MlpWeights:
         """Nothing is derived."""
 
 
+DENSE = 256 << 20
+"""Bytes that all experts may take dequantised to be kept so on a CPU, beside the stored ones."""
+
+
+def dense_bytes(config: ModelConfig, dtype: torch.dtype, count: int) -> int:
+    """What `count` experts of every layer take on a CPU beside those stored, where they are kept dequantised; else 0.
+
+    With it k3-nano's step takes a tenth less, and one of eight rows a fifth.
+    """
+    moe = config.moe
+    if moe is None or not moe.packed:
+        return 0
+    size = sum(config.moe_layers) * count * 3 * moe.intermediate * (moe.latent or config.hidden) * dtype.itemsize
+    return size if size <= DENSE else 0
+
+
 class MoeWeights:
     """Router fp32 or, where that is exact, narrower; input matrix [latent down | shared gate | shared up], experts as
-    stored, latent norm and up.
+    stored, latent norm and up. `ready`: the experts to compute with, as stored or, of small models on a CPU, in the
+    compute dtype (`dense_bytes`).
 
     owned: numbers of the experts held here, None: all. Where some are missing, one expert of zeros stands in for them,
     and `places` int64 [E] says where the expert of each number lies.
@@ -157,6 +174,8 @@ class MoeWeights:
             self.experts = Experts(
                 alloc.stored(kind, self.count, 2 * F, inner), alloc.stored(kind, self.count, inner, F)
             )
+        self.ready = self.experts
+        self._dense = alloc.device.type == "cpu" and dense_bytes(config, alloc.dtype, self.count) > 0
 
     def sinks(self) -> Sinks:
         found: Sinks = {"gate.weight": self.gate, "gate.e_score_correction_bias": self.bias}
@@ -180,7 +199,8 @@ class MoeWeights:
         return found
 
     def finish(self) -> None:
-        """A gate that the compute dtype holds exactly, as K3's bf16 one, is kept in it: half the bytes a token."""
+        """A gate that the compute dtype holds exactly, as K3's bf16 one, is kept in it: half the bytes a token. Makes
+        `places` and `ready`."""
         narrow = self.gate.to(self.dtype)
         if torch.equal(narrow.float(), self.gate):
             self.gate = narrow
@@ -191,6 +211,8 @@ class MoeWeights:
                     stack[-1].zero_()
             places = [e - self.owned.start if e in self.owned else self.count - 1 for e in range(experts)]
             self.places = torch.tensor(places, device=self.gate.device)
+        if self._dense:
+            self.ready = self.experts.dense(self.dtype)
 
 
 class MixSite:

@@ -12,6 +12,7 @@ import torch
 from k3_sessions.types import HASH_BLOCK
 
 from k3cli.errors import FitError
+from k3cli.model.blocks import dense_bytes
 from k3cli.model.config import ModelConfig
 from k3cli.model.parallel import held, worlds
 from k3cli.model.placement import available_memory, fast_bf16_cpu, prefill_chunk, rank_memory, weights_memory
@@ -25,7 +26,8 @@ from k3cli.model.world import World
 class Need:
     """Bytes one rank needs on its device at least.
 
-    weights: of its part. state: two KDA slots and a page. work: of a prefill chunk, and what the pool leaves free.
+    weights: of its part, on a CPU with experts kept dequantised. state: two KDA slots and a page. work: of a prefill
+    chunk, and what the pool leaves free.
     loading: what is in memory beside the weights while they are read, and gone when the state is allocated.
     """
 
@@ -50,7 +52,8 @@ def needs(config: ModelConfig, dtype: torch.dtype, kind: str, world: int) -> lis
     host, device = staging_bytes(world)
     loading = device + (host if kind == "cpu" else 0)
     parts = weigh(config, dtype, world)
-    sizes = [sum(part.ranks[rank] for part in parts) for rank in range(world)]
+    dense = dense_bytes(mine, dtype, mine.moe.experts) if kind == "cpu" and mine.moe is not None else 0
+    sizes = [sum(part.ranks[rank] for part in parts) + dense for rank in range(world)]
     # Small models are read in less than a whole batch.
     return [Need(size, state, work + kept, min(loading, 4 * size)) for size in sizes]
 

@@ -178,7 +178,7 @@ class Layers:
         if w.places is not None:
             ids = w.places[ids]
             weights = weights * (ids < len(w.owned))  # experts of zeros: several of a row may be the same one
-        routed = now.experts(z, ids, weights, w.experts, self._act)
+        routed = now.experts(z, ids, weights, w.ready, self._act)
         _join(now, SHARED)
         if now.aside is None:
             shared = self._shared(w, projected[:, inner:], now)

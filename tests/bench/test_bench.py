@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from k3cli.bench.floors import Work, parts, total, touched
 from k3cli.bench.shares import counts, derive
 from k3cli.bench.slice import random_model, slice_config
 from k3cli.config import K3_SHAPE, NANO
+from k3cli.engine.engine import Engine
 from k3cli.errors import FitError, UsageError
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import K3Model
@@ -225,31 +226,45 @@ def test_drafters_are_compared_on_the_same_conversations(
     assert "noise dspark" in out
 
 
-def test_every_other_round_runs_in_the_opposite_order(monkeypatch: pytest.MonkeyPatch):
+def test_drafters_decode_in_turns_and_every_other_round_begins_with_the_last(monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
 
-    def converse(engine: Any, name: str, *rest: Any) -> spec.Run:
-        order.append(name)
-        return spec.Run(verify=1.0, steps=1, tokens=1, processor=1.0)
+    def conversing(engine: Any, name: str, *rest: Any) -> Iterator[spec.Run]:
+        run = spec.Run(verify=1.0, processor=1.0)
+        for _ in range(3 if name == "off" else 2):
+            order.append(name)
+            run.steps = run.tokens = run.tokens + 1
+            yield run
 
-    monkeypatch.setattr(spec, "converse", converse)
-    request = spec.Request(("off", "suffix"), ("edit",), rounds=3)
+    monkeypatch.setattr(spec, "conversing", conversing)
+    request = spec.Request(("off", "suffix"), ("edit",), rounds=2)
     rows = list(spec.compare_drafts(None, "edit", request))  # type: ignore[arg-type]
-    assert order == ["off", "suffix", "suffix", "off", "off", "suffix"]
-    assert [len(row["samples"]) for row in rows] == [3, 3]
+    assert order == ["off", "suffix", "suffix", "off", "off", "suffix", "off", "off", "suffix", "off"]
+    assert [(row["spec"], row["tokens"], len(row["samples"])) for row in rows] == [("off", 3, 2), ("suffix", 2, 2)]
+
+
+def test_turns_are_of_the_same_conversation():
+    nano = Engine.load(NANO, device="cpu")
+    request = spec.Request(("off", "suffix"), ("edit",), longest=24)
+    alone = spec.converse(nano, "suffix", "edit", request, messages=2)
+    *before, whole = [(len(run.ids), run.steps) for run in spec.conversing(nano, "suffix", "edit", request, messages=2)]
+    assert before == [(10, 0), (20, 0), *((n, before[2][1]) for n in (34, 44))]
+    assert 0 < before[2][1] < 24
+    assert whole == (len(alone.ids), alone.steps) == (48, alone.steps)
+    assert len({id(run) for run in spec.conversing(nano, "off", "edit", request, messages=1)}) == 1
 
 
 def test_ids_that_differ_fail_the_row(
     bench: Callable[..., tuple[int, str, str]], short: None, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = spec.converse
+    whole = spec.conversing
 
-    def off_by_one(engine: Any, name: str, *rest: Any, **more: Any) -> spec.Run:
-        run = whole(engine, name, *rest, **more)
+    def off_by_one(engine: Any, name: str, *rest: Any, **more: Any) -> Iterator[spec.Run]:
+        *_, run = whole(engine, name, *rest, **more)
         run.ids[5] += name == "suffix"
-        return run
+        yield run
 
-    monkeypatch.setattr(spec, "converse", off_by_one)
+    monkeypatch.setattr(spec, "conversing", off_by_one)
     code, out, _ = bench("--spec", "suffix", "--texts", "edit", "--rounds", "1", "--json")
     assert code == 1
     failed = [row for row in map(json.loads, out.splitlines()) if "error" in row]

@@ -107,6 +107,12 @@ def test_dense_experts():
     w13, w2 = packed.matrices(torch.arange(7), torch.float32)
     expected = moe.experts_grouped(z, ids, weights, packed, act)
     assert torch.equal(moe.experts_grouped(z, ids, weights, moe.Experts(w13, w2), act), expected)
+    dense = packed.dense(torch.float32)
+    assert torch.equal(dense.w13, w13)
+    assert torch.equal(dense.w2, w2)
+    window = z[:8], ids[:8], weights[:8]
+    alike = [moe.experts_window(*window, experts, act, *EIGHT) for experts in (packed, dense)]
+    assert torch.equal(*alike)
     half = moe.Experts(w13.bfloat16(), w2.bfloat16())  # every MXFP4 value is a bf16 value
     assert torch.equal(moe.experts_grouped(z, ids, weights, half, act), expected)
 

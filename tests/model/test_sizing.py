@@ -12,7 +12,10 @@ import torch
 
 from k3cli.config import K3_SHAPE, NANO
 from k3cli.errors import UsageError
+from k3cli.model import blocks
+from k3cli.model.blocks import dense_bytes
 from k3cli.model.config import ModelConfig
+from k3cli.model.fit import needs
 from k3cli.model.machine import GPUS, parse_gpus, read_rate
 from k3cli.model.sizing import state_size, weigh, workspace
 from k3cli.model.weights import load_model
@@ -77,10 +80,30 @@ def test_a_chunk_takes_what_its_kernels_do(kind: str):
     assert workspace(layers, BF16, T, world=8) < found - 0.8 * (scratch + inputs)
 
 
-def test_loaded_bytes_are_those_allocated():
-    """Every tensor the loaded nano model owns, absorbed copies included."""
-    planned = sum(entry.loaded for entry in weigh(ModelConfig.from_dir(NANO), torch.float32))
+def test_loaded_bytes_are_those_allocated(monkeypatch: pytest.MonkeyPatch):
+    """Every tensor the loaded nano model owns, absorbed copies included; and experts kept dequantised on a CPU."""
+    config = ModelConfig.from_dir(NANO)
+    planned = sum(entry.loaded for entry in weigh(config, torch.float32))
+    dense = dense_bytes(config, torch.float32, config.moe.experts)
+    assert dense == 8 * 32 * 3 * 160 * 128 * 4
+    assert allocated(load_model(NANO).model.weights) == pytest.approx(planned + dense, rel=0.005)
+    before = needs(config, torch.float32, "cpu", 1)[0].weights
+    monkeypatch.setattr(blocks, "DENSE", dense - 1)
     assert allocated(load_model(NANO).model.weights) == pytest.approx(planned, rel=0.005)
+    assert before - needs(config, torch.float32, "cpu", 1)[0].weights == dense
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_kept_dequantised_change_no_bit(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    found = []
+    for limit in (blocks.DENSE, 0):
+        monkeypatch.setattr(blocks, "DENSE", limit)
+        model = load_model(NANO, dtype=dtype).model
+        mlp = model.weights.layers[1].mlp
+        assert (mlp.ready is mlp.experts) == (limit == 0)
+        state, ids = model.new_state(), torch.arange(300, 380)
+        found.append((model.prefill(ids[:72], state), model.verify(ids[72:], state)[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_state_bytes_are_those_of_a_state():

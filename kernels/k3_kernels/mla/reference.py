@@ -134,20 +134,25 @@ def _group(pages: Tensor, ids: list[int]) -> Tensor:
 
 
 class _Sums:
-    """Running softmax of one absorbed query row [H, R + P]: out [H, R], norm [H, 1], not yet divided."""
+    """Running softmax of one absorbed query row [H, R + P]: out [H, R], norm [H, 1], not yet divided; there is
+    none before the first keys."""
 
     def __init__(self, row: Tensor, R: int) -> None:
         self.row, self.R = row, R
-        self.out = torch.zeros(row.shape[0], R, device=row.device)
-        self.top = torch.full((row.shape[0], 1), float("-inf"), device=row.device)
-        self.norm = torch.zeros(row.shape[0], 1, device=row.device)
+        self.top: Tensor | None = None
+        self.out = self.norm = row
 
     def add(self, keys: Tensor) -> None:
         """keys [pages, rows, R + P] fp32, all of them visible."""
         scores = torch.bmm(self.row.expand(keys.shape[0], -1, -1), keys.mT)
-        high = torch.maximum(self.top, scores.amax((0, 2)).unsqueeze(-1))
+        high = scores.amax((0, 2)).unsqueeze(-1)
+        if self.top is not None:
+            high = torch.maximum(self.top, high)
         scores.sub_(high).exp_()
-        shrink = (self.top - high).exp_()
-        self.norm = self.norm * shrink + scores.sum((0, 2)).unsqueeze(-1)
-        self.out = self.out * shrink + torch.bmm(scores, keys[..., : self.R]).sum(0)
-        self.top = high
+        norm = scores.sum((0, 2)).unsqueeze(-1)
+        out = torch.bmm(scores, keys[..., : self.R]).sum(0)
+        if self.top is not None:
+            shrink = (self.top - high).exp_()
+            norm += self.norm * shrink
+            out += self.out * shrink
+        self.top, self.norm, self.out = high, norm, out

@@ -5,6 +5,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2, for the router; OCP Micr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -41,6 +42,18 @@ class Experts(NamedTuple):
             dequantize_mxfp4(w13, self.w13_scale.index_select(0, chosen), dtype),
             dequantize_mxfp4(w2, self.w2_scale.index_select(0, chosen), dtype),
         )
+
+    def dense(self, dtype: torch.dtype) -> Experts:
+        """All experts in `dtype`."""
+        return Experts(*self.matrices(torch.arange(len(self.w13), device=self.w13.device), dtype))
+
+    def one_by_one(self, chosen: Tensor, dtype: torch.dtype) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """As `matrices`, expert by expert; of dense ones in this very `dtype` views. Reads `chosen` on the host."""
+        if self.w13_scale is None and self.w13.dtype == dtype:
+            numbers = chosen.tolist()
+            return [self.w13[e] for e in numbers], [self.w2[e] for e in numbers]
+        w13, w2 = self.matrices(chosen, dtype)
+        return w13.unbind(), w2.unbind()
 
     def at_once(self, dtype: torch.dtype) -> int:
         """How many experts to dequantise together: as many as stay within WORKSPACE bytes."""
@@ -121,18 +134,18 @@ def experts_grouped(z: Tensor, ids: Tensor, weights: Tensor, experts: Experts, a
     outputs = z.new_empty(T * k, z.shape[1])
     first, batch = 0, experts.at_once(z.dtype)
     for chosen, sizes in zip(used.split(batch), counts.split(batch), strict=True):
-        w13, w2 = experts.matrices(chosen, z.dtype)
+        w13, w2 = experts.one_by_one(chosen, z.dtype)
         spans: list[tuple[int, int]] = []
         for count in sizes.tolist():
             spans.append((first, first + count))
             first += count
-        for i, (lo, hi) in enumerate(spans):
-            torch.mm(inputs[lo:hi], w13[i].t(), out=hidden[lo:hi])
+        for (lo, hi), w in zip(spans, w13, strict=True):
+            torch.mm(inputs[lo:hi], w.t(), out=hidden[lo:hi])
         begin, end = spans[0][0], spans[-1][1]
         gate, up = hidden[begin:end].chunk(2, dim=-1)
         inner = act(gate, up)
-        for i, (lo, hi) in enumerate(spans):
-            torch.mm(inner[lo - begin : hi - begin], w2[i].t(), out=outputs[lo:hi])
+        for (lo, hi), w in zip(spans, w2, strict=True):
+            torch.mm(inner[lo - begin : hi - begin], w.t(), out=outputs[lo:hi])
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(T * k, device=order.device)
     picked = outputs.index_select(0, inverse).view(T, k, -1)
@@ -168,17 +181,19 @@ def experts_window(
     outputs = z.new_empty(used.numel(), W, z.shape[1])
     first = 0
     for chosen in used.split(experts.at_once(z.dtype)):
-        w13, w2 = experts.matrices(chosen, z.dtype)
-        hidden = z.new_empty(chosen.numel(), W, w13.shape[1])
-        for i in range(chosen.numel()):
-            torch.mm(z, w13[i].t(), out=hidden[i])
+        w13, w2 = experts.one_by_one(chosen, z.dtype)
+        hidden = z.new_empty(chosen.numel(), W, experts.w13.shape[1])
+        for h, w in zip(hidden.unbind(), w13, strict=True):
+            torch.mm(z, w.t(), out=h)
         gate, up = hidden.chunk(2, dim=-1)
         inner = act(gate, up)
-        for i in range(chosen.numel()):
-            torch.mm(inner[i], w2[i].t(), out=outputs[first + i])
+        for out, x, w in zip(outputs[first:].unbind(), inner.unbind(), w2, strict=False):
+            torch.mm(x, w.t(), out=out)
         first += chosen.numel()
-    for row, mine in zip(slots.tolist(), local, strict=True):
-        total[row] = torch.mv(outputs[mine, row].float().t(), weights[row]).to(z.dtype)
+    # [n, k, L] at once, then row by row: a product of several rows would be free to sum a row's results in another way.
+    picked = outputs[local, slots.unsqueeze(-1)].float().mT
+    for row, results in zip(slots.tolist(), picked, strict=True):
+        total[row] = torch.mv(results, weights[row])
     return total
 
 
