@@ -29,7 +29,7 @@ LONGEST = 400
 """Tokens of one answer at most."""
 WARMING = 16
 """Tokens that warm the process up, with each drafter."""
-TURN = 32
+TURN = 16
 """Tokens that a drafter decodes before it is the next one's turn."""
 NOISE = 5.0
 """Temperature of the text "noise", whatever else is asked for."""
