@@ -371,3 +371,4 @@ def reckless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft is verified, whatever it costs."""
     monkeypatch.setattr(Policy, "choose", lambda self, drafts, confidence, *_: 1 + min(drafts, self.rows - 1))
     monkeypatch.setattr(Policy, "resting", lambda self: False)
+    monkeypatch.setattr(Policy, "asleep", lambda self: False)

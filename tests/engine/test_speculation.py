@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 
@@ -84,6 +85,31 @@ def test_any_drafter_at_any_window_gives_the_tokens_and_state_of_plain_decoding(
             if name == "wrong":
                 assert stats.steps == MANY - 1
                 assert set(stats.acceptance()) <= {0.0}
+
+
+@pytest.mark.parametrize("name", ["right", "half", "suffix"])
+def test_asleep_a_drafter_is_left_alone_and_every_token_stays(
+    name, plain, make_fake_model, hostile, reckless, state_bytes, monkeypatch
+) -> None:
+    """Awake for three steps, asleep for the next four, and so on."""
+    want, state, ids = plain(SAMPLINGS["cool"])
+    nights = itertools.cycle([False] * 3 + [True] * 4)
+    monkeypatch.setattr(Policy, "asleep", lambda self: next(nights))
+    model = make_fake_model(4)
+    timeline = timeline_of(model, hostile(want.tokens, VOCAB, SPECIAL)[name])
+    drafter, policy = timeline.speculator.drafter, timeline.speculator.policy
+    propose, observe, note = (Mock(wraps=call) for call in (drafter.propose, drafter.observe, policy.note))
+    monkeypatch.setattr(drafter, "propose", propose)
+    monkeypatch.setattr(drafter, "observe", observe)
+    monkeypatch.setattr(policy, "note", note)
+    assert list(timeline.generate(SAMPLINGS["cool"], (), MANY)) == ids
+    assert (timeline.tokens, state_bytes(timeline)) == (want.tokens, state)
+    taken = steps(model)
+    awake = sum(1 for n in range(taken) if n % 7 < 3)
+    assert note.call_count == awake
+    assert observe.call_count in (awake, awake + 1), "the prompt may be seen, too"
+    assert propose.call_count <= awake
+    assert policy.slept == timeline.speculator.describe()["slept"] == taken - awake
 
 
 @pytest.mark.parametrize("name", ["right", "half", "beyond"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from k3cli.engine.conversation import Conversation
 from k3cli.engine.drafting import dspark
 from k3cli.engine.drafting.choose import OFF, choose
 from k3cli.engine.drafting.dspark import KEPT_BYTES, KEPT_ROWS, DSparkDrafter
+from k3cli.engine.drafting.policy import Policy
 from k3cli.engine.engine import Engine
 from k3cli.engine.sampling import Sampling
 from k3cli.engine.timeline import Timeline
@@ -102,6 +105,35 @@ def test_after_a_resume_and_a_fork_it_takes_the_steps_of_a_session_that_never_en
     with Conversation.open(drafted, store, "a", mode="resume") as conversation:
         conversation.undo()
         assert say(conversation, 2) == rows[2]
+
+
+def test_what_came_while_it_slept_is_a_gap_in_its_context(drafted, unbroken, tmp_path, monkeypatch):
+    """Three steps of five asleep: fewer of the drafts are right, and the tokens are the same."""
+    rows, tokens = unbroken
+    nights = itertools.cycle([False, False, True, True, True])
+    monkeypatch.setattr(Policy, "asleep", lambda self: next(nights))
+    store = new_store(tmp_path / "s")
+    with Conversation.open(drafted, store, "a", mode="create") as conversation:
+        found = [say(conversation, n) for n in range(3)]
+        assert conversation._timeline.speculator.failure == ""
+    assert ids(store, "a") == tokens
+    before, after = (sum(steps for steps, _, _ in turns) for turns in (rows, found))
+    assert before < after < sum(many for _, many, _ in found) - 20, "drafts come after a sleep"
+    assert rows[-1][2] - 40 < found[-1][2] < rows[-1][2]
+
+
+def test_rows_on_both_sides_of_a_gap_keep_their_places():
+    places = []
+    model: Any = SimpleNamespace(
+        new_cache=lambda: SimpleNamespace(count=0),
+        extend=lambda cache, rows, start: places.append((start, len(rows))),
+    )
+    drafter = DSparkDrafter(model)
+    for start, rows in ((0, 3), (3, 1), (10, 2)):
+        drafter.observe([7] * rows, start, torch.zeros(rows, 4))
+    assert drafter.context_rows == 2, "the others are in the cache, which counts for itself"
+    drafter._flush()
+    assert places == [(0, 4), (10, 2)]
 
 
 def test_only_the_newest_rows_are_kept(drafted, unbroken, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 
 from k3cli.engine.drafting.costs import DOUBT, LEAP, UNKNOWN, WARM, Costs
 from k3cli.engine.drafting.drafter import Draft
-from k3cli.engine.drafting.policy import DEAR, FREE, HICCUP, MATCH_FREE, MATCH_SHARE, SHARE, Policy
+from k3cli.engine.drafting.policy import DEAR, DEBT, FREE, HICCUP, MATCH_FREE, MATCH_SHARE, SHARE, Policy
 from k3cli.engine.drafting.rehearsal import FIRST, TIMED, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.errors import FitError
@@ -270,6 +270,45 @@ def test_what_drafts_cost_besides_is_on_the_account_and_an_interruption_counts_l
     assert policy.models.room() == pytest.approx(FREE - 0.01)
     policy.spend(50 * STEP)
     assert policy.models.room() == pytest.approx(FREE - 0.01 - HICCUP)
+
+
+def test_what_keeping_up_costs_is_bounded_by_sleeping() -> None:
+    """Steps are so short that looking for matches takes 3 % of one, and keeping up 5 %."""
+    policy = Policy(Costs(WINDOW), WINDOW)
+    policy.costs.note(1, STEP)
+    lost, naps, before = 0.0, 0, False
+    for token in range(1, 4001):
+        asleep = policy.asleep()
+        naps, before = naps + (asleep and not before), asleep
+        if asleep:
+            policy.doze(1)
+        else:
+            policy.note(1, 1, 0, 0, 0.03 * STEP)
+            policy.spend(0.05 * STEP)
+            lost += 0.08
+        assert lost <= SHARE * token + FREE + DEBT + 0.1
+    assert 5 < naps < 30, "it sleeps long at a time"
+    assert lost > 0.9 * SHARE * 4000, "it wakes up as often as may be"
+    assert policy.slept == 4000 - round(lost / 0.08)
+    policy.begin()
+    assert policy.slept == 0
+
+
+def test_what_matches_win_keeps_drafts_awake() -> None:
+    """Keeping up takes 9 % of a step, and a match in every twenty steps wins six."""
+    policy = Policy(Costs(WINDOW), WINDOW)
+    lost, tokens = 0.0, 0
+    for step in range(1000):
+        assert not policy.asleep()
+        rows = matched(policy, right=True, confidence=0.99 if step % 20 == 0 else 0.01)
+        policy.spend(0.09 * STEP)
+        lost, tokens = lost + 1.09 + 0.13 * (rows - 1) - rows, tokens + rows
+    assert lost < -200
+    while not policy.asleep():
+        policy.note(1, 1, 0, 0, 0.0)
+        policy.spend(0.09 * STEP)
+        lost, tokens = lost + 0.09, tokens + 1
+    assert 0 < lost < FREE + DEBT + tokens * SHARE + 0.1, "what was won is used up, and no more"
 
 
 def test_another_drafter_is_not_taken_for_as_quick_as_the_one_before() -> None:

@@ -92,6 +92,18 @@ def test_after_an_edit_the_copy_goes_on_and_a_rename_is_learned() -> None:
         assert found[at] >= min(7, len(renamed) - at), n
 
 
+def test_tokens_that_came_while_it_slept_are_taken_in_at_once() -> None:
+    rng = random.Random(3)
+    text = [rng.randrange(1000) for _ in range(60)]
+    drafter = SuffixDrafter()
+    drafter.begin(context := [5, 6, 7], Sampling())
+    drafter.propose(context, 2, 7)
+    context += [*text, *(rng.randrange(1000) for _ in range(200)), *text[:20]]
+    assert drafter.propose(context, len(context) - 1, 7).ids == text[20:27]
+    context += text[20:22]
+    assert drafter.propose(context, len(context) - 1, 7).ids == text[22:29]
+
+
 def test_a_period_is_drafted_beyond_the_end() -> None:
     found = hits(SuffixDrafter(), [1, 2, 3, 4] * 3, [1, 2, 3, 4] * 4)
     assert found[0] == 7

@@ -18,6 +18,8 @@ before the first."""
 MATCH_SHARE, MATCH_FREE = 0.01, 1.5
 """What the rows of matches may lose, which nobody was asked for. An allowance of its own: a model that is not worth
 asking, or a busy machine, must not take from an answer that repeats itself what is sure."""
+DEBT = 3.0
+"""Steps lost beyond that at which drafts sleep: only keeping them up can have cost so much, where steps are short."""
 HICCUP = 0.1
 """Steps that keeping up with one step, or looking for a match, counts for at most."""
 
@@ -48,6 +50,11 @@ def describe() -> list[tuple[str, str, str]]:
             "loss allowed",
             f"asking: {SHARE:.2%} of the steps and {FREE:g} once; matches: {MATCH_SHARE:.0%} and {MATCH_FREE:g}",
             "what either costs and does not win may not be more; then decoding goes on without it",
+        ),
+        (
+            "sleeping",
+            f"from {DEBT:g} steps more on until they are made up for",
+            "where steps are so short that keeping up alone costs more, nothing is drafted nor kept up for a while",
         ),
         (
             "asking a draft model",
@@ -150,11 +157,15 @@ class Policy:
         self.asking = Asking()
         self.models = Allowance(SHARE, FREE)
         self.matches = Allowance(MATCH_SHARE, MATCH_FREE)
+        self.slept = 0
+        """Tokens of this turn that were decoded asleep."""
+        self._asleep = False
 
     def begin(self) -> None:
         """A turn starts: see Allowance.begin."""
         self.models.begin()
         self.matches.begin()
+        self.slept = 0
 
     def keep(self) -> list[float]:
         """What the next turn goes on with, should another process run it: what is owed, what asking brings, costs."""
@@ -187,6 +198,24 @@ class Policy:
         # A draft that can't be verified for want of room would be paid for nothing.
         least = price + costs.ceiling(min(2, self.rows)) - 1
         return least > self.models.room() or not self.asking.due()
+
+    def asleep(self) -> bool:
+        """Whether to do without drafts and without all that keeps them up, matches too, until the debt is paid off.
+
+        What matches have won in this turn pays for it.
+        """
+        debt = min(0.0, self.matches.lost) - self.models.room()
+        self._asleep = debt > (0.0 if self._asleep else DEBT)
+        return self._asleep
+
+    def doze(self, tokens: int) -> None:
+        """So many tokens were decoded asleep."""
+        self.slept += tokens
+        self._grow(tokens)
+
+    def _grow(self, tokens: int) -> None:
+        self.models.grow(tokens)
+        self.matches.grow(tokens)
 
     def spend(self, seconds: float) -> None:
         """What drafts cost besides: their own state kept up with a step, whether one was asked for or not.
@@ -240,7 +269,6 @@ class Policy:
             # Matches are looked for in any case: what could be done without is asking.
             self.matches.lost -= won
             self.spend(draft_seconds)
-        for allowance in (self.models, self.matches):
-            allowance.grow(used)
+        self._grow(used)
         for place in range(1, tested + 1):
             self.acceptance.note(place, place <= hits)

@@ -70,7 +70,7 @@ class Speculator:
     """Proposes drafts for the steps of one timeline; never raises for what a drafter does.
 
     drafter: the one at work; of two in one that which is left when the other has failed. failure: why it, or the other,
-    was turned off, "" while all work.
+    was turned off, "" while all work. asleep: the step behind the last `propose` is neither accounted nor observed.
     """
 
     def __init__(self, drafter: Drafter, costs: Costs, rows: int, vocab: int, machine: str = "") -> None:
@@ -81,6 +81,7 @@ class Speculator:
         self.drafter = drafter
         self.policy = Policy(costs, rows)
         self.failure = ""
+        self.asleep = False
         self._off = False
         self._vocab = vocab
         self._machine = machine
@@ -100,7 +101,8 @@ class Speculator:
         """Drafts worth verifying behind the last token of `context`, at most `room`, and the seconds that took."""
         most = min(room, self.policy.rows - 1)
         self._last = Draft(asked=False)
-        if self._off or most < 1:
+        self.asleep = not self._off and self.policy.asleep()
+        if self._off or self.asleep or most < 1:
             return [], 0.0
         # While it rests, only that part of a drafter is asked that costs next to nothing.
         resting = self.policy.resting()
@@ -198,6 +200,8 @@ class Speculator:
             "draft_price": round(costs.price, 3),
             "draft_wins": round(self.policy.asking.mean, 2),
         }
+        if self.policy.slept:
+            found["slept"] = self.policy.slept
         seen = getattr(self.drafter, "context_rows", None)
         if seen is not None:
             found["draft_context"] = seen

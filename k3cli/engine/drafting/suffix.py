@@ -32,6 +32,8 @@ LONGEST = 32
 NEAR = 12
 """After a difference: how many tokens on both sides of it are searched for where the text goes on."""
 
+FOLLOWED = 32
+"""Tokens that are followed one by one; more of them come only behind a sleep (policy.Policy.asleep)."""
 CHANGE = 8
 """Most tokens of what an edit takes away, and of what it puts there."""
 
@@ -121,15 +123,13 @@ class SuffixDrafter:
             self._point(index, -1, 0)
         self._edits.clear()
         if len(context) > self._known:
-            index.extend(context[self._known :])
-            self._known = len(context)
-            self._lost = -1
-            self._point(index, -1, 0)
-            self._look_up(index)
+            self._catch_up(index, context)
 
     def propose(self, context: Sequence[int], position: int, k: int) -> Draft:
         index = self._index
         assert index is not None, "begin comes first"
+        if len(context) - self._known > FOLLOWED:
+            self._catch_up(index, context)
         for token in context[self._known :]:
             self._follow(index, token)
         self._known = len(context)
@@ -174,6 +174,14 @@ class SuffixDrafter:
         if list(ids[base + since : base + upto]) == list(context[since:upto]):
             return upto
         return next((i for i in range(since, upto) if ids[base + i] != context[i]), upto)
+
+    def _catch_up(self, index: NgramIndex, context: Sequence[int]) -> None:
+        """Takes in what is new all at once, which is quick and measures nothing, and looks for a match behind it."""
+        index.extend(context[self._known :])
+        self._known = len(context)
+        self._lost = -1
+        self._point(index, -1, 0)
+        self._look_up(index)
 
     def _follow(self, index: NgramIndex, token: int) -> None:
         """One more token of the context."""
