@@ -165,6 +165,7 @@ class Engine:
         if self.device.type == "cuda" and ready != self._rehearsed:
             steps = time_steps(self.model, rows)
             self._rehearsed = ready
+        self._costs = self._costs.copy()  # timelines that were made before keep what their drafts take
         self._costs.rehearsed(steps, 0.0 if draft is None else time_draft(draft))
 
     def _load_draft(self, choice: Choice) -> DraftModel:

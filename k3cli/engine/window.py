@@ -65,13 +65,14 @@ class Window:
         stats.commit_seconds += commit_seconds
         if speculator is None:
             return
-        if speculator.asleep:
+        if speculator.idle:
             speculator.policy.doze(used)
             return
         began = time.perf_counter()
         speculator.account(rows, used, tested, hits, self.draft_seconds, self.seconds + commit_seconds)
-        taps = getattr(self.log, "taps", None)
-        speculator.observe(self.ids[:used], self.start, None if taps is None else taps[:used])
+        if not speculator.asleep:
+            taps = getattr(self.log, "taps", None)
+            speculator.observe(self.ids[:used], self.start, None if taps is None else taps[:used])
         spent = time.perf_counter() - began
         stats.draft_seconds += spent
         speculator.policy.spend(spent)

@@ -243,14 +243,19 @@ def test_drafters_decode_in_turns_and_every_other_round_begins_with_the_last(mon
     assert [(row["spec"], row["tokens"], len(row["samples"])) for row in rows] == [("off", 3, 2), ("suffix", 2, 2)]
 
 
-def test_turns_are_of_the_same_conversation():
+def test_turns_are_of_the_same_conversation(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spec, "TURN", 10)
     nano = Engine.load(NANO, device="cpu")
     request = spec.Request(("off", "suffix"), ("edit",), longest=24)
-    alone = spec.converse(nano, "suffix", "edit", request, messages=2)
-    *before, whole = [(len(run.ids), run.steps) for run in spec.conversing(nano, "suffix", "edit", request, messages=2)]
-    assert before == [(10, 0), (20, 0), *((n, before[2][1]) for n in (34, 44))]
-    assert 0 < before[2][1] < 24
-    assert whole == (len(alone.ids), alone.steps) == (48, alone.steps)
+    alone = spec.converse(nano, "off", "edit", request, messages=2)
+    *before, whole = [
+        (list(run.ids), run.steps) for run in spec.conversing(nano, "suffix", "edit", request, messages=2)
+    ]
+    steps = before[2][1]
+    assert [(len(ids), made) for ids, made in before] == [(10, 0), (20, 0), (34, steps), (44, steps)]
+    assert 0 < steps < whole[1] < 48
+    assert whole[0] == alone.ids
+    assert len(alone.ids) == alone.steps + 2 == 48, "the last token of an answer stays pending"
     assert len({id(run) for run in spec.conversing(nano, "off", "edit", request, messages=1)}) == 1
 
 

@@ -94,6 +94,7 @@ def test_asleep_a_drafter_is_left_alone_and_every_token_stays(
     """Awake for three steps, asleep for the next four, and so on."""
     want, state, ids = plain(SAMPLINGS["cool"])
     nights = itertools.cycle([False] * 3 + [True] * 4)
+    monkeypatch.setattr("k3cli.engine.drafting.policy.PEEK", 2)
     monkeypatch.setattr(Policy, "asleep", lambda self: next(nights))
     model = make_fake_model(4)
     timeline = timeline_of(model, hostile(want.tokens, VOCAB, SPECIAL)[name])
@@ -106,10 +107,11 @@ def test_asleep_a_drafter_is_left_alone_and_every_token_stays(
     assert (timeline.tokens, state_bytes(timeline)) == (want.tokens, state)
     taken = steps(model)
     awake = sum(1 for n in range(taken) if n % 7 < 3)
-    assert note.call_count == awake
+    looks = note.call_count - awake
+    assert policy.slept == timeline.speculator.describe()["slept"] <= taken - awake
+    assert (looks > 0) == (name == "suffix"), "only what costs next to nothing is looked at asleep"
     assert observe.call_count in (awake, awake + 1), "the prompt may be seen, too"
-    assert propose.call_count <= awake
-    assert policy.slept == timeline.speculator.describe()["slept"] == taken - awake
+    assert propose.call_count <= awake + looks
 
 
 @pytest.mark.parametrize("name", ["right", "half", "beyond"])

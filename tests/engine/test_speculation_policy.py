@@ -14,7 +14,7 @@ import pytest
 
 from k3cli.engine.drafting.costs import DOUBT, LEAP, UNKNOWN, WARM, Costs
 from k3cli.engine.drafting.drafter import Draft
-from k3cli.engine.drafting.policy import DEAR, DEBT, FREE, HICCUP, MATCH_FREE, MATCH_SHARE, SHARE, Policy
+from k3cli.engine.drafting.policy import DEAR, DEBT, FREE, HICCUP, MATCH_FREE, MATCH_SHARE, PEEK, SHARE, Policy
 from k3cli.engine.drafting.rehearsal import FIRST, TIMED, time_steps
 from k3cli.engine.drafting.speculator import Speculator
 from k3cli.errors import FitError
@@ -292,6 +292,30 @@ def test_what_keeping_up_costs_is_bounded_by_sleeping() -> None:
     assert policy.slept == 4000 - round(lost / 0.08)
     policy.begin()
     assert policy.slept == 0
+
+
+def test_asleep_a_match_is_looked_for_at_times_and_followed() -> None:
+    policy = Policy(Costs(WINDOW), WINDOW)
+    policy.costs.note(1, STEP)
+    while not policy.asleep():
+        policy.note(1, 1, 0, 0, 0.0)
+        policy.spend(0.1 * STEP)
+    looks = []
+    for _ in range(60):
+        looks.append(policy.peeks())
+        if looks[-1]:
+            policy.note(1, 1, 0, 0, 0.0)
+        else:
+            policy.doze(1)
+    assert [n for n, look in enumerate(looks) if look] == [PEEK, 2 * PEEK + 1, 3 * PEEK + 2]
+    assert policy.asleep()
+    while not policy.peeks():
+        policy.doze(1)
+    policy.note(4, 4, 3, 3, 0.0)
+    assert policy.peeks(), "while it goes on"
+    for _ in range(3):
+        matched(policy, right=True)
+    assert not policy.asleep(), "what repeats wakes it up"
 
 
 def test_what_matches_win_keeps_drafts_awake() -> None:

@@ -27,7 +27,7 @@ WARM = 0.5
 
 
 class Costs:
-    """What a step costs by row count; one for a model, shared by everything that decodes with it.
+    """What a step costs by row count; one for a model and a drafter, shared by everything that decodes with them.
 
     Two things are followed apart: the seconds of a step of one row, which change with the context and with whatever
     else the machine does, and how many times that a step of n rows takes, which hardly changes. So a busy minute
@@ -45,6 +45,12 @@ class Costs:
         self._ratio = [0.0] * (window + 1)
         self._count = [0] * (window + 1)
         self._curve: list[float] | None = None
+
+    def copy(self) -> Costs:
+        """What is known of steps, for timelines with another drafter."""
+        child = Costs(self.window)
+        child.seconds, child._ratio, child._count = self.seconds, list(self._ratio), list(self._count)
+        return child
 
     def note(self, rows: int, seconds: float) -> None:
         """One step of 1 <= rows <= window."""

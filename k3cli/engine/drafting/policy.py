@@ -20,6 +20,8 @@ MATCH_SHARE, MATCH_FREE = 0.01, 1.5
 asking, or a busy machine, must not take from an answer that repeats itself what is sure."""
 DEBT = 3.0
 """Steps lost beyond that at which drafts sleep: only keeping them up can have cost so much, where steps are short."""
+PEEK = 17
+"""Tokens after which a match is looked for asleep."""
 HICCUP = 0.1
 """Steps that keeping up with one step, or looking for a match, counts for at most."""
 
@@ -54,7 +56,7 @@ def describe() -> list[tuple[str, str, str]]:
         (
             "sleeping",
             f"from {DEBT:g} steps more on until they are made up for",
-            "where steps are so short that keeping up alone costs more, nothing is drafted nor kept up for a while",
+            f"where steps are so short that keeping up alone costs more: a match is looked for every {PEEK} tokens",
         ),
         (
             "asking a draft model",
@@ -160,12 +162,14 @@ class Policy:
         self.slept = 0
         """Tokens of this turn that were decoded asleep."""
         self._asleep = False
+        self._unseen = PEEK  # tokens since a match was looked for
+        self._on_match = False
 
     def begin(self) -> None:
         """A turn starts: see Allowance.begin."""
         self.models.begin()
         self.matches.begin()
-        self.slept = 0
+        self.slept, self._unseen = 0, PEEK
 
     def keep(self) -> list[float]:
         """What the next turn goes on with, should another process run it: what is owed, what asking brings, costs."""
@@ -200,17 +204,22 @@ class Policy:
         return least > self.models.room() or not self.asking.due()
 
     def asleep(self) -> bool:
-        """Whether to do without drafts and without all that keeps them up, matches too, until the debt is paid off.
+        """Whether to do without drafts and all that keeps them up until the debt is paid off, but for a look at times.
 
-        What matches have won in this turn pays for it.
+        What matches have won in this turn pays for it, so that text which repeats wakes them.
         """
         debt = min(0.0, self.matches.lost) - self.models.room()
         self._asleep = debt > (0.0 if self._asleep else DEBT)
         return self._asleep
 
+    def peeks(self) -> bool:
+        """Whether to look for a match asleep: every PEEK tokens, and while one goes on."""
+        return self._on_match or self._unseen >= PEEK
+
     def doze(self, tokens: int) -> None:
-        """So many tokens were decoded asleep."""
+        """So many tokens were decoded asleep, without a look."""
         self.slept += tokens
+        self._unseen += tokens
         self._grow(tokens)
 
     def _grow(self, tokens: int) -> None:
@@ -260,6 +269,7 @@ class Policy:
 
         draft_seconds: what the drafts took; it counts as a loss, too. asked, instead: see drafter.Draft.
         """
+        self._unseen, self._on_match = 0, hits > 0
         won = used - self.costs.ceiling(rows)
         if asked:
             won -= self.costs.note_draft(draft_seconds)

@@ -70,7 +70,7 @@ class Speculator:
     """Proposes drafts for the steps of one timeline; never raises for what a drafter does.
 
     drafter: the one at work; of two in one that which is left when the other has failed. failure: why it, or the other,
-    was turned off, "" while all work. asleep: the step behind the last `propose` is neither accounted nor observed.
+    was turned off, "" while all work. asleep: the step behind the last `propose` is not observed. idle: nor accounted.
     """
 
     def __init__(self, drafter: Drafter, costs: Costs, rows: int, vocab: int, machine: str = "") -> None:
@@ -81,7 +81,7 @@ class Speculator:
         self.drafter = drafter
         self.policy = Policy(costs, rows)
         self.failure = ""
-        self.asleep = False
+        self.asleep = self.idle = False
         self._off = False
         self._vocab = vocab
         self._machine = machine
@@ -101,13 +101,14 @@ class Speculator:
         """Drafts worth verifying behind the last token of `context`, at most `room`, and the seconds that took."""
         most = min(room, self.policy.rows - 1)
         self._last = Draft(asked=False)
-        self.asleep = not self._off and self.policy.asleep()
-        if self._off or self.asleep or most < 1:
+        self.idle = self.asleep = not self._off and self.policy.asleep()
+        if self._off:
             return [], 0.0
-        # While it rests, only that part of a drafter is asked that costs next to nothing.
-        resting = self.policy.resting()
+        # Asleep, or while it rests, only that part of a drafter is asked that costs next to nothing.
+        resting = self.asleep or self.policy.resting()
         drafter = getattr(self.drafter, "cheap", None) if resting else self.drafter
-        if drafter is None:
+        self.idle = self.asleep and (drafter is None or not self.policy.peeks())
+        if drafter is None or self.idle or most < 1:
             return [], 0.0
         began = time.perf_counter()
         try:

@@ -32,8 +32,8 @@ LONGEST = 32
 NEAR = 12
 """After a difference: how many tokens on both sides of it are searched for where the text goes on."""
 
-FOLLOWED = 32
-"""Tokens that are followed one by one; more of them come only behind a sleep (policy.Policy.asleep)."""
+FOLLOWED = 16
+"""Tokens that are followed one by one, those of the longest window; more come only behind a sleep (policy.PEEK)."""
 CHANGE = 8
 """Most tokens of what an edit takes away, and of what it puts there."""
 
@@ -101,6 +101,11 @@ class SuffixDrafter:
         self._lost = -1
         self._age = 0
         self._edits: dict[int, tuple[array[int], tuple[int, ...]]] = {}  # first token -> tokens, replacement
+
+    @property
+    def cheap(self) -> SuffixDrafter:
+        """What is asked while the policy rests: itself."""
+        return self
 
     @property
     def nbytes(self) -> int:
