@@ -12,10 +12,16 @@ import torch
 from k3_sessions.types import HASH_BLOCK
 
 from k3cli.errors import FitError
-from k3cli.model.blocks import dense_bytes
 from k3cli.model.config import ModelConfig
 from k3cli.model.parallel import held, worlds
-from k3cli.model.placement import available_memory, fast_bf16_cpu, prefill_chunk, rank_memory, weights_memory
+from k3cli.model.placement import (
+    available_memory,
+    dense_memory,
+    fast_bf16_cpu,
+    prefill_chunk,
+    rank_memory,
+    weights_memory,
+)
 from k3cli.model.pool import KEPT_FREE, Geometry, least_granules
 from k3cli.model.reading import staging_bytes
 from k3cli.model.sizing import weigh, workspace
@@ -52,7 +58,7 @@ def needs(config: ModelConfig, dtype: torch.dtype, kind: str, world: int) -> lis
     host, device = staging_bytes(world)
     loading = device + (host if kind == "cpu" else 0)
     parts = weigh(config, dtype, world)
-    dense = dense_bytes(mine, dtype, mine.moe.experts) if kind == "cpu" and mine.moe is not None else 0
+    dense = dense_memory(mine, dtype, kind)
     sizes = [sum(part.ranks[rank] for part in parts) + dense for rank in range(world)]
     # Small models are read in less than a whole batch.
     return [Need(size, state, work + kept, min(loading, 4 * size)) for size in sizes]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from k3cli.errors import FitError, UsageError
+from k3cli.model.blocks import dense_bytes
 from k3cli.model.config import ModelConfig
 from k3cli.model.sizing import weigh
 
@@ -77,6 +78,11 @@ def prefill_chunk(weights: int, device: str) -> int:
 def weights_memory(config: ModelConfig, dtype: torch.dtype, rank: int = 0, world: int = 1) -> int:
     """Bytes the loaded weights of a rank take, without allocating them. Absorbed MLA matrices are counted too."""
     return sum(part.ranks[rank] for part in weigh(config, dtype, world))
+
+
+def dense_memory(config: ModelConfig, dtype: torch.dtype, device: str) -> int:
+    """Bytes of the experts that a rank of this configuration keeps dequantised beside its weights. device: its type."""
+    return dense_bytes(config, dtype, config.moe.experts) if device == "cpu" and config.moe is not None else 0
 
 
 def available_memory(device: torch.device) -> int | None:
