@@ -1,8 +1,8 @@
 """What drafts bring on this machine: the same conversations decoded with each drafter in turns.
 
-Each text is one conversation. In a round every drafter has its own, and they decode in turns of some tokens (off,
-suffix, suffix, off, ...), so that whatever else the machine does hits all alike: whole conversations one after the
-other differed by a tenth and more without any drafts. Every time they are new, and nothing is known from before but
+Each text is one conversation. In a round every drafter has its own, and they decode in turns of some tokens, in every
+other round in the opposite order, so that whatever else the machine does hits all alike: whole conversations one after
+the other differed by a tenth and more without any drafts. Every time they are new, and nothing is known from before but
 what steps cost; a few tokens with each drafter, which are not measured, warm the process up. Every id drawn with drafts
 must be the one drawn without, else the row fails.
 """
@@ -157,7 +157,10 @@ def conversing(
 
 
 def in_turns(talks: Sequence[Iterator[Run]]) -> list[Run]:
-    """What the conversations come to, carried on one after the other and back again until all have ended."""
+    """What the conversations come to, each carried on in its turn until all have ended.
+
+    Always in the same order: there and back again, the outer ones would have their turns two by two, and caches warm.
+    """
     runs: dict[int, Run] = {}
     going = list(range(len(talks)))
     while going:
@@ -167,7 +170,6 @@ def in_turns(talks: Sequence[Iterator[Run]]) -> list[Run]:
                 going.remove(number)
             else:
                 runs[number] = run
-        going.reverse()
     return [runs[number] for number in range(len(talks))]
 
 

@@ -239,7 +239,7 @@ def test_drafters_decode_in_turns_and_every_other_round_begins_with_the_last(mon
     monkeypatch.setattr(spec, "conversing", conversing)
     request = spec.Request(("off", "suffix"), ("edit",), rounds=2)
     rows = list(spec.compare_drafts(None, "edit", request))  # type: ignore[arg-type]
-    assert order == ["off", "suffix", "suffix", "off", "off", "suffix", "off", "off", "suffix", "off"]
+    assert order == ["off", "suffix", "off", "suffix", "off", "suffix", "off", "suffix", "off", "off"]
     assert [(row["spec"], row["tokens"], len(row["samples"])) for row in rows] == [("off", 3, 2), ("suffix", 2, 2)]
 
 
