@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 def ranks(config: ModelConfig, dtype: torch.dtype, devices: Sequence[Device]) -> Iterator[Check]:
     """One row a rank: its device, what it holds, what it needs of what is free; and the nearest plan if one lacks."""
     from k3cli.model.fit import needs, shortage
+    from k3cli.model.parallel import held as part_of
     from k3cli.model.parallel import holding
+    from k3cli.model.placement import dense_memory
     from k3cli.model.sizing import state_size, weigh
 
     world = len(devices)
     parts, state = weigh(config, dtype, world), state_size(config, dtype, world=world)
+    dense = dense_memory(part_of(config, world), dtype, devices[0].kind)
+    beside = {"experts, dequantised": dense} if dense else {}
     for rank, (device, need) in enumerate(zip(devices, needs(config, dtype, devices[0].kind, world), strict=True)):
         held = holding(config, rank, world)
         fits = device.free is None or need.total <= device.free
@@ -36,7 +40,7 @@ def ranks(config: ModelConfig, dtype: torch.dtype, devices: Sequence[Device]) ->
             "free": device.free,
             "needs": need.total,
             "weights": need.weights,
-            "components": {entry.name: entry.ranks[rank] for entry in parts},
+            "components": {entry.name: entry.ranks[rank] for entry in parts} | beside,
             "state_fixed": state.checkpoint,
             "state_per_token": state.row,
             "holds": {key: [span.start, span.stop] for key, span in asdict(held).items() if span},
@@ -47,7 +51,7 @@ def ranks(config: ModelConfig, dtype: torch.dtype, devices: Sequence[Device]) ->
     if problem is not None:
         yield Check("ranks", "plan", f"does not fit: {problem.found}", problem.do or "", Exit.NO_FIT)
     else:
-        most = sum(max(entry.ranks) for entry in parts)
+        most = sum(max(entry.ranks) for entry in parts) + dense
         yield Check("ranks", "plan", "fits", f"{human_bytes(most)} of weights on the fullest rank; latents are on each")
 
 

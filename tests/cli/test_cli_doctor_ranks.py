@@ -99,6 +99,7 @@ def test_doctor_tells_what_ranks_on_a_cpu_hold(k3: Run, splittable: Path):
     assert two["holds"]["expert_columns"] == [64, 128]
     assert two["holds"]["experts"] == [0, 8]
     assert one["weights"] == sum(one["components"].values())
+    assert one["components"]["experts, dequantised"] > 4 * one["components"]["routed experts"]
     assert one["needs"] > one["weights"]
     assert "KDA heads 2-3 of 4" in told["rank 1"]["reason"]
     assert rows(found, "links")["between ranks"]["value"] == "main memory"
