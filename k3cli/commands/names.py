@@ -41,7 +41,10 @@ def resolve_turn(turns: Sequence[Turn], wanted: str, session: str, marks: Mappin
         by_id = {turn.id: turn for turn in turns}
         if marks[wanted] in by_id:
             return by_id[marks[wanted]]
-    if re.fullmatch(r"-?\d{1,9}", wanted):
+    prefix = wanted.removeprefix("sha256:").lower()
+    fits = [turn for turn in turns if prefix and turn.id.removeprefix("sha256:").startswith(prefix)]
+    # One id in forty begins with eight digits, and nobody has so many turns.
+    if re.fullmatch(r"-?\d{1,9}", wanted) and not (fits and len(wanted) >= 6):
         number = int(wanted)
         if number == 0 or abs(number) > count:
             raise SessionError(
@@ -50,9 +53,7 @@ def resolve_turn(turns: Sequence[Turn], wanted: str, session: str, marks: Mappin
                 f"k3 log {session} lists them",
             )
         return turns[number - 1 if number > 0 else number]
-    prefix = wanted.removeprefix("sha256:").lower()
-    fits = [turn for turn in turns if turn.id.removeprefix("sha256:").startswith(prefix)]
-    if not prefix or not fits:
+    if not fits:
         raise SessionError(
             f"session {session} has no turn {wanted!r}",
             "a mark, a number, -1 for the newest, or the start of a turn id",

@@ -268,6 +268,15 @@ def test_no_such_turn(wanted) -> None:
         resolve_turn(TURNS, wanted, "s")
 
 
+def test_the_start_of_an_id_that_is_all_digits_is_no_number() -> None:
+    turns = [*TURNS, turn("9750848401" + "a" * 54)]
+    assert resolve_turn(turns, "97508484", "s") is turns[3]
+    assert resolve_turn(turns, "975084", "s") is turns[3]
+    for wanted in ("97508", "97508485", "-97508484"):
+        with pytest.raises(SessionError, match="1 to 4"):
+            resolve_turn(turns, wanted, "s")
+
+
 def test_an_ambiguous_prefix_lists_what_it_fits() -> None:
     with pytest.raises(UsageError) as caught:
         resolve_turn(TURNS, "ab", "s")
