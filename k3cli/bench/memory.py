@@ -15,7 +15,7 @@ from k3cli.model.choices import kernel_choices
 from k3cli.model.config import ModelConfig
 from k3cli.model.network import DEFAULT_WINDOW
 from k3cli.model.parallel import held
-from k3cli.model.placement import dense_memory, most_memory, rank_memory, weights_memory
+from k3cli.model.placement import most_memory, rank_memory, weights_memory
 from k3cli.model.pool import Geometry, granules_for
 from k3cli.model.sizing import workspace
 
@@ -25,8 +25,7 @@ def planned_peaks(
 ) -> list[int]:
     """Bytes that weights, pool and the widest step will take on each of `world` ranks; FitError before anything is made
     when they don't fit."""
-    dense = dense_memory(held(config, world), kind, place.type)
-    weights = [weights_memory(config, kind, rank, world) + dense for rank in range(world)]
+    weights = [weights_memory(config, kind, rank, world, place.type) for rank in range(world)]
     most = max(weights)
     config, free = held(config, world), rank_memory(place, world)
     told = "unknown" if free is None else f"{free / 1e9:.1f} GB"

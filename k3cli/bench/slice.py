@@ -48,7 +48,7 @@ def slice_config(config: ModelConfig, layers: int) -> ModelConfig:
 
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, window: int, seed: int = 0) -> K3Model:
     """A model of `config` with random weights scaled to keep activations of order one. FitError when it can't fit."""
-    need, free = weights_memory(config, dtype), available_memory(device)
+    need, free = weights_memory(config, dtype, device=device.type), available_memory(device)
     if free is not None and need > free:
         raise FitError(
             f"the slice takes {need / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free", "room", "fewer layers"

@@ -35,8 +35,6 @@ NOISE = 5.0
 """Temperature of the text "noise", whatever else is asked for."""
 ALL = ("off", "suffix", "dspark")
 """What `--spec all` compares; dspark where the model has a draft of its own."""
-
-
 PUBLISHED = (1.84, 2.45, 2.87, 3.22, 3.44, 3.54, 3.78, 3.88)
 """Tokens a step with 1, 2, ... drafts of K3's published DSpark draft on coding prompts (InferenceX, golden acceptance
 lengths)."""
@@ -63,7 +61,7 @@ class Request:
 
 @dataclass
 class Run:
-    """One conversation. seconds: of all decode steps, as are draft, verify and commit; processor: CPU seconds of it."""
+    """One conversation. seconds: of all decode steps, as are draft, verify and commit; processor: CPU seconds."""
 
     ids: list[int] = field(default_factory=list)
     processor: float = 0.0
@@ -178,9 +176,8 @@ def compare_drafts(engine: Engine, text: str, request: Request, rows: int | None
     runs: dict[str, list[Run]] = {spec: [] for spec in request.specs}
     for number in range(request.rounds):
         order = request.specs if number % 2 == 0 else request.specs[::-1]
-        for spec, run in zip(
-            order, in_turns([conversing(engine, spec, text, request, rows) for spec in order]), strict=True
-        ):
+        talks = [conversing(engine, spec, text, request, rows) for spec in order]
+        for spec, run in zip(order, in_turns(talks), strict=True):
             runs[spec].append(run)
     for spec, done in runs.items():
         yield {"row": "spec", "text": text, "spec": spec, "temperature": request.heat(text)} | told(runs["off"], done)

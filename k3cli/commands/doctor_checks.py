@@ -119,14 +119,7 @@ def model(settings: Settings) -> Iterator[Check]:
     from k3cli.model.hub import resolve_model
     from k3cli.model.network import DEFAULT_WINDOW
     from k3cli.model.parallel import check_world, held
-    from k3cli.model.placement import (
-        choose_device,
-        choose_dtype,
-        dense_memory,
-        prefill_chunk,
-        rank_memory,
-        weights_memory,
-    )
+    from k3cli.model.placement import choose_device, choose_dtype, prefill_chunk, rank_memory, weights_memory
     from k3cli.model.ranks import rank_devices
 
     why = settings.sources.get("model", "none configured: the shipped k3-nano")
@@ -164,8 +157,7 @@ def model(settings: Settings) -> Iterator[Check]:
         if world > 1:
             yield from ranks(config, dtype, devices)
             yield from links(names)
-        dense = dense_memory(mine, dtype, device.type)
-        sizes = [weights_memory(config, dtype, rank, world) + dense for rank in range(world)]
+        sizes = [weights_memory(config, dtype, rank, world, device.type) for rank in range(world)]
         tightest = min(range(world), key=lambda rank: (devices[rank].free or 0) - sizes[rank])
         free = devices[tightest].free
         yield from fit(mine, dtype, sizes[tightest], state_layout(mine, dtype), free, where, chunk)

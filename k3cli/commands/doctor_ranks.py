@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 def ranks(config: ModelConfig, dtype: torch.dtype, devices: Sequence[Device]) -> Iterator[Check]:
     """One row a rank: its device, what it holds, what it needs of what is free; and the nearest plan if one lacks."""
     from k3cli.model.fit import needs, shortage
-    from k3cli.model.parallel import held as part_of
     from k3cli.model.parallel import holding
-    from k3cli.model.placement import dense_memory
     from k3cli.model.sizing import state_size, weigh
 
     world = len(devices)
     parts, state = weigh(config, dtype, world), state_size(config, dtype, world=world)
-    dense = dense_memory(part_of(config, world), dtype, devices[0].kind)
-    beside = {"experts, dequantised": dense} if dense else {}
+    dense = 0
     for rank, (device, need) in enumerate(zip(devices, needs(config, dtype, devices[0].kind, world), strict=True)):
         held = holding(config, rank, world)
         fits = device.free is None or need.total <= device.free
         free = "unknown" if device.free is None else human_bytes(device.free)
+        components = {entry.name: entry.ranks[rank] for entry in parts}
+        if dense := need.weights - sum(components.values()):
+            components["experts, dequantised"] = dense
         data: dict[str, Any] = {
             "rank": rank,
             "device": device.name,
             "free": device.free,
             "needs": need.total,
             "weights": need.weights,
-            "components": {entry.name: entry.ranks[rank] for entry in parts} | beside,
+            "components": components,
             "state_fixed": state.checkpoint,
             "state_per_token": state.row,
             "holds": {key: [span.start, span.stop] for key, span in asdict(held).items() if span},

@@ -14,17 +14,10 @@ from k3_sessions.types import HASH_BLOCK
 from k3cli.errors import FitError
 from k3cli.model.config import ModelConfig
 from k3cli.model.parallel import held, worlds
-from k3cli.model.placement import (
-    available_memory,
-    dense_memory,
-    fast_bf16_cpu,
-    prefill_chunk,
-    rank_memory,
-    weights_memory,
-)
+from k3cli.model.placement import available_memory, fast_bf16_cpu, prefill_chunk, rank_memory, weights_memory
 from k3cli.model.pool import KEPT_FREE, Geometry, least_granules
 from k3cli.model.reading import staging_bytes
-from k3cli.model.sizing import weigh, workspace
+from k3cli.model.sizing import workspace
 from k3cli.model.world import World
 
 
@@ -33,8 +26,8 @@ class Need:
     """Bytes one rank needs on its device at least.
 
     weights: of its part, on a CPU with experts kept dequantised. state: two KDA slots and a page. work: of a prefill
-    chunk, and what the pool leaves free.
-    loading: what is in memory beside the weights while they are read, and gone when the state is allocated.
+    chunk, and what the pool leaves free. loading: what is in memory beside the weights while they are read, and gone
+    when the state is allocated.
     """
 
     weights: int
@@ -57,9 +50,7 @@ def needs(config: ModelConfig, dtype: torch.dtype, kind: str, world: int) -> lis
     kept = int((state + work) * KEPT_FREE / (1 - KEPT_FREE)) + 1
     host, device = staging_bytes(world)
     loading = device + (host if kind == "cpu" else 0)
-    parts = weigh(config, dtype, world)
-    dense = dense_memory(mine, dtype, kind)
-    sizes = [sum(part.ranks[rank] for part in parts) + dense for rank in range(world)]
+    sizes = [weights_memory(config, dtype, rank, world, kind) for rank in range(world)]
     # Small models are read in less than a whole batch.
     return [Need(size, state, work + kept, min(loading, 4 * size)) for size in sizes]
 

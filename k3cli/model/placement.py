@@ -11,6 +11,7 @@ import torch
 from k3cli.errors import FitError, UsageError
 from k3cli.model.blocks import dense_bytes
 from k3cli.model.config import ModelConfig
+from k3cli.model.parallel import held
 from k3cli.model.sizing import weigh
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
@@ -75,14 +76,14 @@ def prefill_chunk(weights: int, device: str) -> int:
     return LONG_CHUNK if device == "cuda" and weights >= LARGE_WEIGHTS else SHORT_CHUNK
 
 
-def weights_memory(config: ModelConfig, dtype: torch.dtype, rank: int = 0, world: int = 1) -> int:
-    """Bytes the loaded weights of a rank take, without allocating them. Absorbed MLA matrices are counted too."""
-    return sum(part.ranks[rank] for part in weigh(config, dtype, world))
-
-
-def dense_memory(config: ModelConfig, dtype: torch.dtype, device: str) -> int:
-    """Bytes of the experts that a rank of this configuration keeps dequantised beside its weights. device: its type."""
-    return dense_bytes(config, dtype, config.moe.experts) if device == "cpu" and config.moe is not None else 0
+def weights_memory(
+    config: ModelConfig, dtype: torch.dtype, rank: int = 0, world: int = 1, device: str | None = None
+) -> int:
+    """Bytes the loaded weights of a rank take, without allocating them. Absorbed MLA matrices are counted too, and on a
+    `device` of type "cpu" the experts kept dequantised; None: weights alone."""
+    size = sum(part.ranks[rank] for part in weigh(config, dtype, world))
+    mine = held(config, world)
+    return size + (dense_bytes(mine, dtype, mine.moe.experts) if device == "cpu" and mine.moe is not None else 0)
 
 
 def available_memory(device: torch.device) -> int | None:

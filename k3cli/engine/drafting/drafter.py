@@ -40,7 +40,8 @@ class Drafter(Protocol):
     name: as shown to people. needs_hidden: whether `observe` wants hidden rows of the target (see there).
     One that learns what it could not learn again after a resume may also have `keep(position)`, named tensors that
     hold what it knows of the tokens before there and do not change any more, and `recall(kept, position)`, which takes
-    such a mapping back, as arrays.
+    such a mapping back, as arrays. One with a part that costs next to nothing may have it as `cheap`: it alone is asked
+    while asking is not worth it.
     """
 
     @property

@@ -101,14 +101,14 @@ class Speculator:
         """Drafts worth verifying behind the last token of `context`, at most `room`, and the seconds that took."""
         most = min(room, self.policy.rows - 1)
         self._last = Draft(asked=False)
-        self.idle = self.asleep = not self._off and self.policy.asleep()
-        if self._off:
+        self.asleep = self.idle = not self._off and self.policy.asleep()
+        if self._off or most < 1:
             return [], 0.0
         # Asleep, or while it rests, only that part of a drafter is asked that costs next to nothing.
         resting = self.asleep or self.policy.resting()
         drafter = getattr(self.drafter, "cheap", None) if resting else self.drafter
         self.idle = self.asleep and (drafter is None or not self.policy.peeks())
-        if drafter is None or self.idle or most < 1:
+        if drafter is None or self.idle:
             return [], 0.0
         began = time.perf_counter()
         try:

@@ -134,13 +134,12 @@ def _group(pages: Tensor, ids: list[int]) -> Tensor:
 
 
 class _Sums:
-    """Running softmax of one absorbed query row [H, R + P]: out [H, R], norm [H, 1], not yet divided; there is
-    none before the first keys."""
+    """Running softmax of one absorbed query row [H, R + P]: out [H, R], norm [H, 1], not yet divided."""
 
     def __init__(self, row: Tensor, R: int) -> None:
         self.row, self.R = row, R
         self.top: Tensor | None = None
-        self.out = self.norm = row
+        self.out = self.norm = row  # until the first keys
 
     def add(self, keys: Tensor) -> None:
         """keys [pages, rows, R + P] fp32, all of them visible."""

@@ -187,9 +187,10 @@ def experts_window(
             torch.mm(z, w.t(), out=h)
         gate, up = hidden.chunk(2, dim=-1)
         inner = act(gate, up)
-        for out, x, w in zip(outputs[first:].unbind(), inner.unbind(), w2, strict=False):
+        last = first + chosen.numel()
+        for out, x, w in zip(outputs[first:last].unbind(), inner.unbind(), w2, strict=True):
             torch.mm(x, w.t(), out=out)
-        first += chosen.numel()
+        first = last
     # [n, k, L] at once, then row by row: a product of several rows would be free to sum a row's results in another way.
     picked = outputs[local, slots.unsqueeze(-1)].float().mT
     for row, results in zip(slots.tolist(), picked, strict=True):
