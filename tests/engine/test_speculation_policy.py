@@ -239,12 +239,26 @@ def test_sure_matches_do_not_starve_for_what_asking_lost_nor_for_a_busy_machine(
     assert policy.models.room() < -10
     policy.begin()
     assert [matched(policy, right=True) for _ in range(3)][1:] == [WINDOW, WINDOW]
-    # Nor is what matches win for a model to lose.
-    for _ in range(20):
-        matched(policy, right=True)
-    assert policy.matches.room() > 20
+    # Nor do they need what they won: it pays for asking, within the turn.
     assert policy.models.room() < 0
-    assert policy.resting()
+    policy.models.lost = 100.0
+    assert matched(policy, right=True) == WINDOW
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_few_misses_do_not_end_asking_in_a_turn_that_is_ahead(ahead: bool) -> None:
+    """Four answers of eight rows in vain, as an ordinary second turn of one-shot commands began."""
+    clock = Clock(0.4, rehearsed=True)
+    policy = clock.policy
+    for _ in range(3 if ahead else 0):
+        policy.note(8, 8, 7, 7, 0.0)
+    for _ in range(4):
+        policy.note(8, 1, 1, 0, 0.4 * STEP, asked=True)
+    assert policy.models.room() < 0
+    assert policy.asking.mean > 0
+    assert policy.resting() == (not ahead)
+    policy.begin()
+    assert policy.resting(), "the next turn has nothing of it"
 
 
 def test_matches_that_are_sure_and_wrong_lose_what_they_may_and_leave_asking_alone() -> None:

@@ -201,15 +201,21 @@ class Policy:
             return False
         # A draft that can't be verified for want of room would be paid for nothing.
         least = price + costs.ceiling(min(2, self.rows)) - 1
-        return least > self.models.room() or not self.asking.due()
+        return least > self._room() or not self.asking.due()
+
+    def _room(self) -> float:
+        """Steps that asking and keeping up may still lose: their own, and what matches have won in this turn.
+
+        With less, a few misses ended asking in turns that were far ahead.
+        """
+        return self.models.room() - min(0.0, self.matches.lost)
 
     def asleep(self) -> bool:
         """Whether to do without drafts and all that keeps them up until the debt is paid off, but for a look at times.
 
-        What matches have won in this turn pays for it, so that text which repeats wakes them.
+        What matches win pays it off, so that text which repeats wakes them.
         """
-        debt = min(0.0, self.matches.lost) - self.models.room()
-        self._asleep = debt > (0.0 if self._asleep else DEBT)
+        self._asleep = -self._room() > (0.0 if self._asleep else DEBT)
         return self._asleep
 
     def peeks(self) -> bool:
@@ -243,7 +249,7 @@ class Policy:
             return 1  # the first step is a plain one: what others cost is counted in such steps
         curve, costs = self.costs.curve(), self.costs
         chances = self.acceptance.rates() if confidence is None else confidence
-        room = self.models.room() - seconds / costs.seconds if asked else self.matches.room()
+        room = self._room() - seconds / costs.seconds if asked else self.matches.room()
         best, rows, tokens, whole = GAIN, 1, 1.0, 1.0
         for i in range(min(drafts, self.rows - 1, len(chances))):
             cost = curve[i + 2]
